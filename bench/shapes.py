@@ -1,25 +1,29 @@
 """What a rank of a job needs beside the model that it holds: does it grow with its share, or with the model?
 
-Each rank builds the part that it holds of a model of linear layers (nothing else), notes its memory, and then takes
-part in some rounds of a server in a process of its own. Reported per shape, of the rank that needs most: the part of
-the model that it holds, and the peak of its resident memory (VmHWM, reset when the model was built) above that, in
-bytes per parameter *held* and per parameter of the *model*. If something gathered the model, the latter would not fall
-with the number of ranks. Bytes over the server's connection are counted, too, of all ranks together, in models of fp32.
+Each rank builds the part that it holds of a model of linear layers (nothing else), notes its memory, and then joins a
+server in a process of its own, takes part in some rounds, saves its state, leaves, and joins again with that state.
+Reported per shape, of the rank that needs most: the part of the model that it holds, and for each of these phases the
+peak of its resident memory above the model (VmHWM, reset at the phase's beginning). If something gathered the model,
+that would not fall with the number of ranks. With `--device cuda` also the peak of what torch has allocated on the
+device, above the model. Bytes over the server's connection are counted, too, of all ranks together, in models of fp32.
 
-    python bench/shapes.py                    # about two minutes
+    python bench/shapes.py                    # some minutes
     python bench/shapes.py --layers 4 --width 1024 --codec int4+feedback
+    python bench/shapes.py --device cuda      # each rank on a GPU of its own, or all on one
     python bench/shapes.py --json shapes.json
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +38,37 @@ from provenance import provenance
 
 SHAPES = {"plain": (), "tp 2": (2,), "tp 4": (4,), "fsdp x tp 2x2": (2, 2), "pp 2": (2,), "pp 4": (4,)}
 SYNC_EVERY = 2
+PHASES = ("join", "rounds", "save", "join again")
 
 
-def held(shape: str, layers: int, width: int) -> nn.Module:
+class Phases:
+    """The peaks of memory above the model, by phase."""
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu = device == "cuda"
+        self.host, self.device = dict[str, int](), dict[str, int]()
+        self._host_before = status_bytes(os.getpid(), "VmRSS")
+        self._device_before = torch.cuda.memory_allocated() if self._on_gpu else 0
+
+    @contextlib.contextmanager
+    def measured(self, phase: str) -> Iterator[None]:
+        Path("/proc/self/clear_refs").write_text("5")
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        yield
+        self.host[phase] = status_bytes(os.getpid(), "VmHWM") - self._host_before
+        if self._on_gpu:
+            self.device[phase] = torch.cuda.max_memory_allocated() - self._device_before
+
+
+def held(shape: str, layers: int, width: int, device: str) -> nn.Module:
     """What this rank holds: no more of it is ever here."""
     names, sizes = [f"layer{i}" for i in range(layers)], SHAPES[shape]
     if shape.startswith("pp"):
         names = names[dist.get_rank() :: sizes[0]]
     if not sizes or shape.startswith("pp"):
-        return nn.ParameterDict({name: nn.Parameter(torch.zeros(width, width)) for name in names})
-    mesh = init_device_mesh("cpu", sizes)
+        return nn.ParameterDict({name: nn.Parameter(torch.zeros(width, width, device=device)) for name in names})
+    mesh = init_device_mesh(device, sizes)
     made = {}
     for i, name in enumerate(names):
         placements = [Shard(1 - i % 2)] if len(sizes) == 1 else [Shard(0), Shard(1)]
@@ -51,30 +76,46 @@ def held(shape: str, layers: int, width: int) -> nn.Module:
     return nn.ParameterDict(made)
 
 
-def rank(shape: str, address: str, layers: int, width: int, rounds: int, file: Path) -> None:
+def rank(shape: str, address: str, layers: int, width: int, rounds: int, device: str, file: Path) -> None:
     import outerstep
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("RANK", "0")) % torch.cuda.device_count())
     if SHAPES[shape]:
-        dist.init_process_group("gloo")
-    model = held(shape, layers, width)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    model = held(shape, layers, width, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     here = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     for own in here:
         own.detach().normal_()  # its pages are there
     for param in model.parameters():
         param.grad = param.detach().clone()
-    worker = outerstep.DiLoCoWorker(model, optimizer, address, worker_id="job", handle_signals=False)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status_bytes(os.getpid(), "VmRSS")
-    with worker:
+    saved, phases = file.with_suffix(".pt"), Phases(device)
+
+    def train(worker: outerstep.DiLoCoWorker) -> None:
         for _ in range(SYNC_EVERY * rounds):
             optimizer.step()
+
+    with phases.measured("join"):
+        worker = outerstep.DiLoCoWorker(model, optimizer, address, worker_id="job", handle_signals=False)
+        worker.__enter__()
+    with phases.measured("rounds"):
+        train(worker)
     metrics = worker.sync_metrics
-    peak = status_bytes(os.getpid(), "VmHWM")
+    with phases.measured("save"):
+        torch.save(worker.state_dict(), saved)
+    worker.__exit__(None, None, None)
+    del worker
+    with phases.measured("join again"):
+        worker = outerstep.DiLoCoWorker(model, optimizer, address, worker_id="job", handle_signals=False)
+        worker.load_state_dict(torch.load(saved, mmap=True, weights_only=True))
+        worker.__enter__()
+    worker.__exit__(None, None, None)
     facts = {
         "values": sum(own.numel() for own in here),
-        "more_bytes": peak - before,
+        "host": phases.host,
+        "device": phases.device,
         "sent": metrics["bytes_sent"],
         "received": metrics["bytes_received"],
     }
@@ -94,9 +135,10 @@ def serve(layers: int, width: int, codec: str, file: Path) -> None:
         sys.stdin.read()
 
 
-def measure(shape: str, layers: int, width: int, codec: str, rounds: int, folder: Path) -> dict[str, Any]:
+def measure(shape: str, layers: int, width: int, codec: str, rounds: int, device: str, folder: Path) -> dict[str, Any]:
     ranks = max(1, int(torch.Size(SHAPES[shape]).numel()))
     common = [sys.executable, __file__, "--layers", str(layers), "--width", str(width), "--codec", codec]
+    common += ["--device", device]
     address = folder / "address"
     address.unlink(missing_ok=True)
     server = subprocess.Popen([*common, "--serve", str(address)], stdin=subprocess.PIPE)
@@ -122,14 +164,14 @@ def measure(shape: str, layers: int, width: int, codec: str, rounds: int, folder
         server.stdin.close()
         server.wait()
     found = [json.loads(file.read_text()) for file in files]
-    model, most = layers * width * width, max(found, key=lambda one: one["more_bytes"])
+    model, values = layers * width * width, max(one["values"] for one in found)
     return {
         "shape": shape,
         "ranks": ranks,
-        "held": most["values"] / model,
-        "peak_mib": most["more_bytes"] / 2**20,
-        "bytes_per_held": most["more_bytes"] / most["values"],
-        "bytes_per_parameter": most["more_bytes"] / model,
+        "held": values / model,
+        "host_mib": {phase: max(one["host"][phase] for one in found) / 2**20 for phase in PHASES},
+        "device_mib": {phase: max(one["device"].get(phase, 0) for one in found) / 2**20 for phase in PHASES},
+        "bytes_per_held": max(one["host"]["rounds"] for one in found) / values,
         "models_sent_per_round": sum(one["sent"] for one in found) / rounds / (4 * model),
         "models_received_per_round": sum(one["received"] for one in found) / rounds / (4 * model),
     }
@@ -142,6 +184,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--codec", default="bf16")
     parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path)
     for internal in ("--rank", "--address", "--file", "--serve"):
         parser.add_argument(internal, help=argparse.SUPPRESS)
@@ -150,31 +193,40 @@ def main() -> None:
         serve(told.layers, told.width, told.codec, Path(told.serve))
         return
     if told.rank:
-        rank(told.rank, told.address, told.layers, told.width, told.rounds, Path(told.file))
+        rank(told.rank, told.address, told.layers, told.width, told.rounds, told.device, Path(told.file))
     about, rows = provenance("torch"), []
     with tempfile.TemporaryDirectory() as folder:
         for shape in told.shapes.split(","):
-            rows.append(measure(shape, told.layers, told.width, told.codec, told.rounds, Path(folder)))
-            say(f"{shape}: {rows[-1]['peak_mib']:.0f} MiB above the model")
-    head = ["shape", "holds", "peak MiB", "bytes per value held", "bytes per parameter", "sent", "received"]
+            rows.append(measure(shape, told.layers, told.width, told.codec, told.rounds, told.device, Path(folder)))
+            say(f"{shape}: {rows[-1]['host_mib']['rounds']:.0f} MiB above the model")
+    where = ("host", "device") if told.device == "cuda" else ("host",)
+    for place in where:
+        print_table(
+            f"MiB of {place} memory that a rank needs beside its part of the model, at most",
+            ["shape", "holds", *PHASES],
+            [[r["shape"], f"{r['held']:.0%}", *(f"{r[f'{place}_mib'][phase]:.0f}" for phase in PHASES)] for r in rows],
+        )
     print_table(
-        "what a rank needs beside its part of the model",
-        head,
+        "of all ranks, per round, in models of fp32; and the rounds' peak per value that a rank holds",
+        ["shape", "sent", "received", "bytes"],
         [
             [
-                row["shape"],
-                f"{row['held']:.0%}",
-                f"{row['peak_mib']:.0f}",
-                f"{row['bytes_per_held']:.1f}",
-                f"{row['bytes_per_parameter']:.1f}",
-                f"{row['models_sent_per_round']:.2f}",
-                f"{row['models_received_per_round']:.2f}",
+                r["shape"],
+                f"{r['models_sent_per_round']:.2f}",
+                f"{r['models_received_per_round']:.2f}",
+                f"{r['bytes_per_held']:.1f}",
             ]
-            for row in rows
+            for r in rows
         ],
     )
     if told.json:
-        settings = {"layers": told.layers, "width": told.width, "codec": told.codec, "rounds": told.rounds}
+        settings = {
+            "layers": told.layers,
+            "width": told.width,
+            "codec": told.codec,
+            "rounds": told.rounds,
+            "device": told.device,
+        }
         write_json(told.json, {"provenance": about, "settings": settings, "rows": rows})
 
 

@@ -3,6 +3,7 @@
     python bench/simulator.py play examples/simulate/ten-thousand.toml     # half an hour of processor time at most
     python bench/simulator.py play examples/simulate/thousand-flat.toml
     python bench/simulator.py real                                         # eight real workers, about ten minutes
+    python bench/simulator.py failures                                     # planned beside simulated, a minute
 
 `play` simulates a scenario file and notes the processor time and the memory that it takes.
 
@@ -12,6 +13,9 @@ of examples/simulate/eight.toml fifty times as fast: a step takes 0.1 s, asleep,
 is counted begins with the first round, when codecs are compiled and everybody is warm. The simulator plays the same
 clusters, link, settings and rates of failure, with twenty seeds. Compared is the useful work: steps that rounds
 took in, as a share of what eight workers could have taken.
+
+`failures` plays a day of workers of one server that fail, and compares the useful work with what the planner says of
+it: rounds that wait for all, and those that close as it recommends.
 
     … --json bench/results/simulator.json         # what was measured is added to that file
 """
@@ -32,6 +36,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from links import Link, emulated, validate
 from provenance import provenance
@@ -50,6 +55,69 @@ def play(file: str, seed: int | None, hours: float | None) -> dict[str, Any]:
     cpu_s = time.process_time() - began_s
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"file": file, "cpu_s": cpu_s, "peak_bytes": peak_bytes, **report}
+
+
+# --- failures, planned and simulated ----------------------------------------------------------------------------------
+
+FAILING = ((8, 0.05), (8, 0.5), (24, 0.05), (24, 0.5), (100, 0.05))  # workers; of each, per hour
+
+
+def failing(workers: int, per_hour: float) -> Iterator[dict[str, Any]]:
+    """The scenario of the examples: a billion parameters, int4, H = 500, steps of 1 s, servers of 32 cores."""
+    from outerstep.coordination.cost import NOMINAL
+    from outerstep.coordination.failures import Failures
+    from outerstep.coordination.planning import Choice
+    from outerstep.simulate.fleet import FleetScenario, run_fleet
+    from outerstep.simulate.fleet.scenario import FleetClusters, LayerSetting, recommended
+
+    mbit, noticed_s, speed, parameters = 1e6 / 8, 180.0, 16.0, 10**9
+    there = (FleetClusters("worker", workers, 1, 110 * mbit, 500 * mbit, 0.04, 1.0),)
+    failures = Failures(per_hour, 600.0)
+    closings: list[tuple[str, float | None]] = [("all", 1e9), ("as planned", None)]
+    for name, worth in closings:
+        with contextlib.ExitStack() as stack:
+            if worth is not None:  # no quorum is worth so much
+                stack.enter_context(mock.patch("outerstep.coordination.failures.WORTH_A_QUORUM", worth))
+            chosen = recommended(
+                parameters,
+                there,
+                Choice(500, "int4", 1, 0),
+                NOMINAL.with_servers(speed),
+                server_in_bytes_per_s=0.0,
+                server_out_bytes_per_s=0.0,
+                target=0.95,
+                failures=failures,
+                noticed_s=noticed_s,
+            )
+        setting: LayerSetting = chosen.across
+        report = run_fleet(
+            FleetScenario(
+                parameters=parameters,
+                clusters=there,
+                topology="server",
+                across=setting,
+                hours=24.0,
+                seed=1,
+                heartbeat_s=60.0,
+                heartbeat_timeout_s=noticed_s,
+                server_speed=speed,
+                pool_bytes=600 * 10**9,
+                failures=failures,
+            )
+        )
+        assert not report.broken, report.broken
+        quorum = "all" if setting.quorum is None else f"{round(setting.quorum * workers)}, {setting.grace_s:g} s"
+        planned, useful = chosen.utilization, report.useful_share
+        yield {
+            "workers": workers,
+            "per_hour": per_hour,
+            "waits for": name,
+            "quorum": quorum,
+            "failures": report.failures,
+            "planned": planned,
+            "simulated": useful,
+            "ratio": useful / planned,
+        }
 
 
 # --- eight real workers -----------------------------------------------------------------------------------------------
@@ -201,8 +269,9 @@ def moments(rng: random.Random, per_s: float, until: float) -> Iterator[float]:
 
 def simulated(run: RealRun, seed: int) -> float:
     """The same, with what the machine really took for a step and a restart."""
+    from outerstep.coordination.failures import Failures
     from outerstep.simulate.fleet import FleetScenario, run_fleet
-    from outerstep.simulate.fleet.scenario import Failures, FleetClusters, LayerSetting
+    from outerstep.simulate.fleet.scenario import FleetClusters, LayerSetting
 
     rate = LINK.bytes_per_s
     report = run_fleet(
@@ -251,7 +320,8 @@ def main() -> None:
     playing.add_argument("--hours", type=float, default=None, help="instead of the file's")
     running = commands.add_parser("real", help="eight real workers beside eight simulated ones")
     running.add_argument("--seconds", type=float, default=300.0)
-    for each in (playing, running):
+    comparing = commands.add_parser("failures", help="planned beside simulated")
+    for each in (playing, running, comparing):
         each.add_argument("--seed", type=int, default=None)
         each.add_argument("--json", type=Path, metavar="FILE", help="add what was measured to this file")
     given = parser.parse_args()
@@ -260,6 +330,11 @@ def main() -> None:
         found, key = play(given.file, given.seed, given.hours), Path(given.file).stem
         shown = {name: found[name] for name in ("useful_share", "shares", "lost_share", "cpu_s", "peak_bytes")}
         print(json.dumps({**shown, "broken": found["broken_count"], "layers": found["layers"]}, indent=2))
+    elif given.what == "failures":
+        rows = [row for case in FAILING for row in failing(*case)]
+        for row in rows:
+            print(" | ".join(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+        found, key = {"rows": rows}, "failures"
     else:
         found, key = compare(given.seconds, given.seed or 1), "real"
     if given.json:

@@ -7,7 +7,7 @@ The claims measured, over an emulated link of 100 Mbit/s and 50 ms (bench/links.
 2. Over a long fat link, on which one connection carries no more than its window per round trip, several connections
    multiply the speed of an exchange.
 3. A worker with default settings finds by itself how many connections fill such a link, and uses few on a shorter one.
-4. A small model is exchanged in two round trips.
+4. A small model is exchanged in two round trips; on loopback, in a few milliseconds.
 
 Two workers and a server, each a process, each worker behind a link of its own. A worker trains a real model (a
 perceptron that learns another one) with SGD; each step is stretched to a fixed time, as if an accelerator computed it
@@ -356,10 +356,14 @@ def serve_small(pipe: Connection, settings: dict[str, Any]) -> None:
             pipe.recv()
 
 
-def measure_small(link: Link, exchanges: int) -> list[float]:
-    """Seconds that a blocking exchange of 1,000 parameters takes, from the call of the hook to its end."""
+def measure_small(link: Link | None, exchanges: int) -> list[float]:
+    """Seconds that a blocking exchange of 1,000 parameters takes, from the call of the hook to its end. Without a link:
+    on loopback."""
     took_s = []
-    with Helper(serve_small, {"num_workers": 1, "sync_every": 1}) as server, emulated(link, server.hear()) as address:
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(Helper(serve_small, {"num_workers": 1, "sync_every": 1})).hear()
+        if link is not None:
+            address = stack.enter_context(emulated(link, address))
         model = nn.Linear(999, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         with DiLoCoWorker(model, optimizer, f"http://{address}"):
@@ -370,6 +374,11 @@ def measure_small(link: Link, exchanges: int) -> list[float]:
                 optimizer.step()
                 took_s.append(time.perf_counter() - began_at)
     return took_s
+
+
+def _spread(took_s: list[float]) -> str:
+    fastest, *_, slow = statistics.quantiles(took_s, n=20)
+    return f"{fastest * 1e3:.1f} in the fastest twentieth, {slow * 1e3:.1f} in the slowest"
 
 
 def _speeds(transfers: list[Transfer]) -> str:
@@ -503,9 +512,13 @@ def main() -> None:
         by_default[name] = measure_defaults(each, exchanges, layers, log)
     millions = sum(param.numel() for param in make_model(LAYERS).parameters()) / 1e6
     title = f"{WORKERS} workers, {millions:.1f}M parameters, H = {loop.steps_per_cycle}, over {link}, measured: {seen}"
-    small_s = measure_small(FAT_LINK, 5 if arguments.quick else 21) if "small" in arguments.only else []
-    if small_s:
+    small_s: list[float] = []
+    loopback_s: list[float] = []
+    if "small" in arguments.only:
+        small_s = measure_small(FAT_LINK, 5 if arguments.quick else 21)
         out.print(f"1,000 parameters over {FAT_LINK}: {statistics.median(small_s):.3f} s, {max(small_s):.3f} at most")
+        loopback_s = measure_small(None, 50 if arguments.quick else 201)
+        out.print(f"1,000 parameters on loopback: {statistics.median(loopback_s) * 1e3:.1f} ms, {_spread(loopback_s)}")
     if runs:
         out.print(modes_table(runs, modes, title))
     if transfers:
@@ -522,6 +535,7 @@ def main() -> None:
             "fat_link": {"asked": asdict(FAT_LINK), "seen": fat_seen.as_json()},
             "transfers": [_facts(t) for t in transfers],
             "small_s": small_s,
+            "small_loopback_s": loopback_s,
             "by_default": {
                 name: {
                     "link": asdict(LINKS[name]),

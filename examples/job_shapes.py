@@ -5,6 +5,8 @@
     outerstep worker --server http://HOST:8512 -- torchrun --nproc-per-node 2 examples/job_shapes.py tp
     outerstep worker --server http://HOST:8512 -- torchrun --nproc-per-node 2 examples/job_shapes.py pp
 
+    fsdp      FSDP2: rows of every matrix
+    hsdp      two replicas, each of them by FSDP2 (--nproc-per-node 4)
     tp        tensor-parallel: columns of one matrix of each block, rows of the other
     fsdp_tp   FSDP2 on top of that, on a mesh of 2×2 (--nproc-per-node 4)
     pp        two stages of a pipeline (torch.distributed.pipelining)
@@ -30,6 +32,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import outerstep
 
 WIDTH, LAYERS, CONTEXT, BATCH, STEPS = 64, 4, 32, 16, 60
+MESHES = {
+    "fsdp": ("dp",),
+    "hsdp": ("replicas", "dp"),
+    "tp": ("tp",),
+    "fsdp_tp": ("dp", "tp"),
+    "pp": ("pp",),
+    "pp_fsdp": ("pp", "dp"),
+}  # each dimension has two ranks
 TEXT = torch.tensor(list(Path(__file__).read_bytes()), dtype=torch.long)
 
 
@@ -79,8 +89,8 @@ def batch(source: torch.Generator) -> tuple[Tensor, Tensor]:
 def main(shape: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    dims = {"tp": (2,), "fsdp_tp": (2, 2), "pp": (2,), "pp_fsdp": (2, 2)}[shape]
-    mesh = init_device_mesh("cpu", dims, mesh_dim_names=tuple(shape.replace("fsdp", "dp").split("_")))
+    names = MESHES[shape]
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     stage, groups = 0, 1
     if shape.startswith("pp"):
         stage, groups = mesh.get_local_rank("pp"), 2
@@ -93,8 +103,8 @@ def main(shape: str) -> None:
         for i in model.layers:
             plan |= {f"layers.{i}.up": ColwiseParallel(), f"layers.{i}.down": RowwiseParallel()}
         parallelize_module(model, mesh["tp"], plan)
-    if "fsdp" in shape:
-        shard(model, mesh["dp"])
+    if "dp" in names:  # FSDP2 over two dimensions is HSDP: it replicates over the first
+        shard(model, mesh if shape == "hsdp" else mesh["dp"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = None
     if groups > 1:
@@ -102,7 +112,9 @@ def main(shape: str) -> None:
         schedule = ScheduleGPipe(parts, n_microbatches=4, loss_fn=loss_of)
 
     # Ranks of one TP group or of one pipeline train on the same batches; those that FSDP2 adds, on others.
-    source = torch.Generator().manual_seed(mesh.get_local_rank("dp") if "fsdp" in shape else 0)
+    source = torch.Generator().manual_seed(
+        dist.get_rank() if shape == "hsdp" else mesh.get_local_rank("dp") if "dp" in names else 0
+    )
     with outerstep.attach(model, optimizer) as worker:
         for step in range(STEPS):
             inputs, wanted = batch(source)

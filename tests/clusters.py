@@ -43,16 +43,20 @@ outerstep.save_model(model, folder / name)
 """
 
 
-RATES = {"tiny": 0.01, "wide": 1e-6, "ledger": 1.0}
+RATES = {"tiny": 0.01, "wide": 1e-6, "ledger": 1.0, "samples": 1.0}
 LEDGER_CELLS = 12
+SAMPLE_CELLS = 240
 
 
 def build_model(kind: str) -> nn.Module:
-    """The same weights in every process. "wide" has two megabytes, to be sent in many parts; "ledger" counts steps."""
+    """The same weights in every process. "wide" has two megabytes, to be sent in many parts; "ledger" counts steps,
+    "samples" how often each sample was trained (integration/leased_job.py)."""
     if kind == "tiny":
         return tiny_model()
     if kind == "ledger":
         return Ledger(LEDGER_CELLS)
+    if kind == "samples":
+        return Ledger(SAMPLE_CELLS)
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 65536), nn.Tanh(), nn.Linear(65536, 1))
 

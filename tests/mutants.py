@@ -75,9 +75,22 @@ ROOMS = {
         tests=("tests/unit/coordination/worker",),
     ),
     "leases": Room(
-        modules=("outerstep.coordination.leases.*",),
-        files=("src/outerstep/coordination/leases.py",),
-        tests=("tests/unit/coordination/test_leases.py", "tests/unit/coordination/test_lease_accounts.py"),
+        modules=(
+            "outerstep.coordination.leases.*",
+            "outerstep.coordination.shares.*",
+            "outerstep.coordination.shared_leases.*",
+        ),
+        files=(
+            "src/outerstep/coordination/leases.py",
+            "src/outerstep/coordination/shares.py",
+            "src/outerstep/coordination/shared_leases.py",
+        ),
+        tests=(
+            "tests/unit/coordination/test_leases.py",
+            "tests/unit/coordination/test_lease_accounts.py",
+            "tests/unit/coordination/test_shares.py",
+            "tests/unit/coordination/test_shared_leases.py",
+        ),
     ),
     "gossip": Room(
         modules=("outerstep.coordination.gossip.*",),

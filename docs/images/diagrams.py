@@ -130,8 +130,40 @@ def recovery() -> None:
     made.write("diagram-recovery")
 
 
+def shapes() -> None:
+    made = Drawing(760, 300, "What each rank of a job holds of a matrix, or of a model, in four shapes")
+    colours = [BLUE, GREEN, ORANGE, "#862e9c"]
+    for x, name, under in (
+        (20, "FSDP2 on 4 ranks", "layers.0.up"),
+        (210, "tensor-parallel on 2", "layers.0.down"),
+        (400, "FSDP2 × TP, 2×2", "layers.0.up"),
+        (590, "2 stages", "the whole model"),
+    ):
+        made.words(x + 75, 30, name)
+        made.words(x + 75, 225, under, FAINT, size=12)
+    for rank in range(4):
+        made.box(20, 50 + 38 * rank, 150, 36, f"rank {rank}", colours[rank])
+    for rank in range(2):
+        made.box(210 + 76 * rank, 50, 74, 150, f"rank {rank}", colours[rank])
+    for row, (rank, place) in enumerate(((0, "dp0 tp0"), (2, "dp1 tp0"), (1, "dp0 tp1"), (3, "dp1 tp1"))):
+        made.box(400, 50 + 38 * row, 150, 36, f"rank {rank} · {place}", colours[rank])
+    for rank, lines in enumerate((("table", "layers.0", "layers.1"), ("layers.2", "layers.3", "head"))):
+        for row, text in enumerate(lines):
+            made.box(590, 50 + 75 * rank + 25 * row, 150, 23, text, colours[rank])
+    made.words(380, 262, "each rank sends its boxes as one section; together they send the model once")
+    made.words(
+        380,
+        284,
+        "FSDP2 on top of TP cuts each of TP's pieces again: rank 0's rows and rank 1's are not neighbours",
+        FAINT,
+        size=12,
+    )
+    made.write("diagram-shapes")
+
+
 if __name__ == "__main__":
     one_round()
     streaming()
     topologies()
     recovery()
+    shapes()

@@ -21,12 +21,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .digest import data_hash
 from .errors import BadRequest
 from .types import MOST_BOXES, MOST_CUT_DIMENSIONS, MOST_HELD, Box, ParameterSpec, Tiling
 
 Shape = tuple[int, ...]
 
 READ_VALUES = 1 << 19  # of a tensor that are read at once, of whichever boxes they are
+BOX_WEIGHT = 32  # the memory of a box, in that of one of those that hold it
 MOST_PIECES, VALUES_PER_PIECE = 1024, 1024  # of a tensor, or so many values in each: it takes time to begin
 
 
@@ -207,38 +213,89 @@ def shown(box: Box) -> str:
 # --- a whole model ----------------------------------------------------------------------------------------------------
 
 
+class Pattern:
+    """The boxes of tensors of one shape. A job has few patterns and many tensors: what is known of a box is here,
+    once."""
+
+    def __init__(self, shape: Shape, boxes: tuple[Box, ...]) -> None:
+        self.shape, self.boxes = shape, boxes
+        self.cutouts = tuple(Cutout.of(shape, box) for box in boxes)
+
+    @cached_property
+    def by_sender(self) -> tuple[int, ...]:
+        """The numbers of the boxes, by the sections that send them."""
+        return tuple(sorted(range(len(self.boxes)), key=lambda i: self.boxes[i].holders[0]))
+
+    def seats(self, most: int | None) -> tuple[NDArray[np.uint16], NDArray[np.uint32]]:
+        """Sections that hold a box, at most so many of each, and which box that is."""
+        seats = [(section, i) for i, box in enumerate(self.boxes) for section in box.holders[:most]]
+        return np.array([s for s, _ in seats], np.uint16), np.array([i for _, i in seats], np.uint32)
+
+
+class SectionBoxes:
+    """Per section its boxes, (name, box), in the fragment's order. All sections together have as many as there are
+    sections times tensors: so each is a pair of small numbers, and what is shown of it is made when it is asked for."""
+
+    def __init__(self, sections: int, tensors: Sequence[tuple[str, Pattern]], most: int | None) -> None:
+        self._tensors = tensors
+        seats = {pattern: pattern.seats(most) for _, pattern in tensors}
+        none = np.zeros(0, np.uint16), np.zeros(0, np.uint32)
+        where = np.concatenate([none[0], *(seats[pattern][0] for _, pattern in tensors)])
+        order = np.argsort(where, kind="stable")
+        counts = [len(seats[pattern][0]) for _, pattern in tensors]
+        self._which = np.repeat(np.arange(len(tensors), dtype=np.uint32), counts)[order]
+        self._boxes = np.concatenate([none[1], *(seats[pattern][1] for _, pattern in tensors)])[order]
+        self._ends = np.searchsorted(where[order], np.arange(sections), side="right")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, section: int) -> tuple[tuple[str, Cutout], ...]:
+        return tuple((name, pattern.cutouts[box]) for name, pattern, box in self.numbers(section))
+
+    def __iter__(self) -> Iterator[tuple[tuple[str, Cutout], ...]]:
+        return (self[section] for section in range(len(self)))
+
+    def numbers(self, section: int) -> Iterator[tuple[str, Pattern, int]]:
+        """The same by name, pattern, and number of the box in it."""
+        first, past = int(self._ends[section - 1]) if section else 0, int(self._ends[section])
+        which, boxes = self._which[first:past].tolist(), self._boxes[first:past].tolist()
+        return ((*self._tensors[i], box) for i, box in zip(which, boxes, strict=True))
+
+
 @dataclass(frozen=True, eq=False)
 class FragmentTiling:
-    """The boxes of one fragment's tensors, in its order. Compared by identity: there is one for each start of a job."""
+    """The boxes of one fragment's tensors, in its order. Compared by identity: jobs that hold the same have the same
+    one (`Tilings`)."""
 
     sections: int
-    tensors: tuple[tuple[str, Shape, tuple[Box, ...]], ...]
+    tensors: tuple[tuple[str, Pattern], ...]
 
     def as_said(self) -> Tiling:
-        """As it is written down."""
-        patterns = dict.fromkeys(boxes for _, _, boxes in self.tensors)
-        number = {boxes: i for i, boxes in enumerate(patterns)}
-        tensors = tuple(number[boxes] for _, _, boxes in self.tensors)
-        return Tiling(sections=self.sections, patterns=tuple(patterns), tensors=tensors)
+        """As it is written down, where patterns that are alike are one."""
+        numbers = dict[tuple[Box, ...], int]()
+        number = {pattern: numbers.setdefault(pattern.boxes, len(numbers)) for pattern in self.patterns}
+        tensors = tuple(number[pattern] for _, pattern in self.tensors)
+        return Tiling(sections=self.sections, patterns=tuple(numbers), tensors=tensors)
+
+    @property
+    def patterns(self) -> Iterable[Pattern]:
+        return dict.fromkeys(pattern for _, pattern in self.tensors)
 
     @cached_property
-    def sent(self) -> tuple[tuple[tuple[str, Cutout], ...], ...]:
-        """Per section, what it sends: (name, box), in the fragment's order."""
-        return self._each(holders=1)
+    def sent(self) -> SectionBoxes:
+        """What each section sends."""
+        return SectionBoxes(self.sections, self.tensors, most=1)
 
     @cached_property
-    def held(self) -> tuple[tuple[tuple[str, Cutout], ...], ...]:
-        """Per section, what it holds."""
-        return self._each(holders=None)
+    def held(self) -> SectionBoxes:
+        """What each section holds."""
+        return SectionBoxes(self.sections, self.tensors, most=None)
 
-    def _each(self, holders: int | None) -> tuple[tuple[tuple[str, Cutout], ...], ...]:
-        found: list[list[tuple[str, Cutout]]] = [[] for _ in range(self.sections)]
-        for name, shape, boxes in self.tensors:
-            for box in boxes:
-                cutout = Cutout.of(shape, box)
-                for section in box.holders[:holders]:
-                    found[section].append((name, cutout))
-        return tuple(map(tuple, found))
+    @cached_property
+    def box_count(self) -> int:
+        """Of all tensors, each box once."""
+        return sum(len(pattern.boxes) for _, pattern in self.tensors)
 
 
 class ModelTiling:
@@ -246,11 +303,32 @@ class ModelTiling:
 
     def __init__(self, tiling: Tiling, parameters: Sequence[ParameterSpec]) -> None:
         self.tiling, self.sections = tiling, tiling.sections
-        self._of = {
-            spec.name: (spec.shape, tiling.patterns[i])
-            for spec, i in zip(parameters, self._checked(tiling, parameters), strict=True)
-        }
+        numbers, patterns = self._checked(tiling, parameters), dict[tuple[int, Shape], Pattern]()
+        self._of = dict[str, Pattern]()
+        for spec, i in zip(parameters, numbers, strict=True):
+            if (i, spec.shape) not in patterns:
+                patterns[i, spec.shape] = Pattern(spec.shape, tiling.patterns[i])
+            self._of[spec.name] = patterns[i, spec.shape]
         self._fragments: dict[tuple[str, ...], FragmentTiling] = {}
+
+    @cached_property
+    def weight(self) -> int:
+        """What it takes of a server's memory: some bytes for all that the sections hold, some hundred for a box of a
+        pattern."""
+        held = [sum(len(box.holders) for box in boxes) for boxes in self.tiling.patterns]
+        return sum(held[i] for i in self.tiling.tensors) + BOX_WEIGHT * sum(map(len, self.tiling.patterns))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what is said, and of which tensors."""
+        names = "\0".join(f"{name} {pattern.shape}" for name, pattern in self._of.items())
+        return data_hash([msgspec.msgpack.encode(self.tiling), names.encode()])
+
+    def says_the_same(self, other: ModelTiling) -> bool:
+        return self.tiling == other.tiling and self._shapes() == other._shapes()
+
+    def _shapes(self) -> list[tuple[str, Shape]]:
+        return [(name, pattern.shape) for name, pattern in self._of.items()]
 
     def fragment(self, names: Sequence[str]) -> FragmentTiling:
         """The same object for the same names."""
@@ -261,8 +339,7 @@ class ModelTiling:
         if key not in self._fragments:
             if len(self._fragments) == MOST_FRAGMENTS:
                 self._fragments.clear()
-            tensors = tuple((name, *self._of[name]) for name in key)
-            self._fragments[key] = FragmentTiling(self.sections, tensors)
+            self._fragments[key] = FragmentTiling(self.sections, tuple((name, self._of[name]) for name in key))
         return self._fragments[key]
 
     @staticmethod

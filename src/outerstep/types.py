@@ -7,6 +7,7 @@ carries the messages. `docs/reference/wire.md` is the same in prose.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct
@@ -430,7 +431,8 @@ class Lease(FromMember, frozen=True):
 class LeaseAnswer(Plain, frozen=True):
     """`granted`: places, to be trained in this order. `void`: what the worker said it holds, and does not: it leaves
     out what it has not trained of it. more: ask again when they are used up, or after `retry_after_s`. over: nothing
-    is left to lease. (Others may give something back: a worker that still trains asks again.)"""
+    is left to lease. (Others may give something back: a worker that still trains asks again.) `waiting_for`: what
+    nothing was granted for, in words, if it is not that others have it."""
 
     SINCE: ClassVar[int] = 2
 
@@ -438,15 +440,18 @@ class LeaseAnswer(Plain, frozen=True):
     granted: Places = ()
     void: Places = ()
     retry_after_s: Seconds = 0.0
+    waiting_for: Label = ""
 
 
 class Trained(Plain, frozen=True):
-    """The units of one dataset whose last step is in a contribution."""
+    """The units of one dataset whose last step is in a contribution. `begun`: of a cluster, units of which it may hold
+    a part: some fragments of the cluster's own have them already. They are named when all have."""
 
     SINCE: ClassVar[int] = 2
 
     dataset: DatasetName
     places: Places
+    begun: Places = ()
 
 
 class LeaseStatement(Plain, frozen=True):
@@ -691,6 +696,8 @@ class Control(Plain, frozen=True):
     forget the keys that a worker id belongs to; the next start that brings a key owns it. forget: forget the leased
     dataset `dataset`; the next worker that asks for it says what it is. lead: let a cluster be led by its member
     `leader`. shutdown: drain all, save, stop."""
+
+    SINCE_KIND: ClassVar[Mapping[str, int]] = {"release": 2, "forget": 2, "lead": 2}
 
     kind: Literal["save", "kick", "pardon", "release", "forget", "drain", "sync", "lead", "plan", "budget", "shutdown"]
     worker_id: WorkerId | None = None

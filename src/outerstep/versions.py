@@ -10,6 +10,9 @@ that both do. A message is one class for all of them. What a later protocol adde
     class Challenge(Plain):
         SINCE: ClassVar[int] = 2             # a message, statement or block of protocol 2: not said in 1 at all
 
+    class Control(Plain):
+        SINCE_KIND: ClassVar[Mapping[str, int]] = {"lead": 2}    # a kind of protocol 2 of an older message: likewise
+
 A field that is UNSET is written nowhere. So what was signed or hashed in protocol 1 has the same bytes ever after, and
 so have files. docs/adr/0018-versions-that-talk.md says why; docs/reference/wire.md, which releases may mix.
 """
@@ -17,7 +20,7 @@ so have files. docs/adr/0018-versions-that-talk.md says why; docs/reference/wire
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_type_hints
@@ -78,7 +81,7 @@ def needs(message: object) -> int:
         if newest_in(kind) == OLDEST_PROTOCOL:
             return OLDEST_PROTOCOL
         said = [(since, value) for _, since, value in _said(message)]
-        return max([_since(kind), *(max(since, needs(value)) for since, value in said)])
+        return max([_since_of(message), *(max(since, needs(value)) for since, value in said)])
     return max(map(needs, _items(message)), default=OLDEST_PROTOCOL)
 
 
@@ -88,9 +91,10 @@ def as_spoken(message: T, protocol: int) -> T:
         kind = type(message)
         if newest_in(kind) <= protocol:
             return message
-        if _since(kind) > protocol:
+        if (since := _since_of(message)) > protocol:
+            name = f"{kind.__name__} {message.kind!r}" if since > _since(kind) else kind.__name__  # type: ignore[attr-defined]
             raise ProtocolMismatch(
-                f"{kind.__name__} belongs to protocol {_since(kind)}, and the other end speaks {protocol}",
+                f"{name} belongs to protocol {since}, and the other end speaks {protocol}",
                 hint="update outerstep there",
             )
         said = {
@@ -107,7 +111,7 @@ def as_spoken(message: T, protocol: int) -> T:
 @cache
 def newest_in(kind: type[Struct]) -> int:
     """The newest protocol of which anything can be in a message of this kind, however deep."""
-    return max(max([_since(found), *fields_of(found).values()]) for found in kinds_in(kind))
+    return max(max([_since(found), *fields_of(found).values(), *_kinds(found).values()]) for found in kinds_in(kind))
 
 
 @cache
@@ -138,6 +142,17 @@ def _mark(hint: Any) -> int:
 def _since(kind: type[Struct]) -> int:
     since: int = getattr(kind, "SINCE", OLDEST_PROTOCOL)
     return since
+
+
+def _since_of(message: Struct) -> int:
+    """Of this very message: what it is, and what it asks for."""
+    return max(_since(type(message)), _kinds(type(message)).get(getattr(message, "kind", ""), OLDEST_PROTOCOL))
+
+
+def _kinds(kind: type[Struct]) -> Mapping[str, int]:
+    """Of the values of its field `kind`, those that came later."""
+    kinds: Mapping[str, int] = getattr(kind, "SINCE_KIND", {})
+    return kinds
 
 
 def _said(message: Struct) -> Iterator[tuple[str, int, Any]]:

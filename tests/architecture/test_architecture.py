@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "events": {"printable", "types"},
     "printable": set(),
     "statements": {"types", "versions"},
-    "tiling": {"errors", "types"},
+    "tiling": {"digest", "errors", "types"},
     "defaults": set(),
     "pool": set(),
     "threads": set(),

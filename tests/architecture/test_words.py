@@ -28,18 +28,18 @@ BANNED_FILE_NAMES = {
 }
 
 
-def public_classes() -> dict[str, list[str]]:
-    """Public top-level class name → the files that define it."""
+def classes() -> dict[str, list[str]]:
+    """Class name → the files that define it. A leading underscore makes no other name of it."""
     found: dict[str, list[str]] = defaultdict(list)
     for file in sorted(SOURCE.rglob("*.py")):
-        for node in ast.parse(file.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].append(file.relative_to(SOURCE).as_posix())
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name.lstrip("_")].append(file.relative_to(SOURCE).as_posix())
     return found
 
 
-def test_every_public_class_name_has_one_meaning() -> None:
-    repeated = {name: files for name, files in public_classes().items() if len(files) > 1}
+def test_every_class_name_has_one_meaning() -> None:
+    repeated = {name: files for name, files in classes().items() if len(files) > 1}
     assert not repeated, f"rename all but one of each: {repeated}"
 
 

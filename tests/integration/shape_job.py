@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -27,7 +28,8 @@ from outerstep.worker.shards import place_held
 
 SYNC_EVERY = 3
 WIDTH, HIDDEN, VOCABULARY = 8, 12, 20
-RANKS = {"plain": 1, "tp": 2, "fsdp_tp": 4, "pp": 2, "pp_fsdp": 4}
+RANKS = {"plain": 1, "tp": 2, "fsdp_tp": 4, "fsdp": 4, "hsdp": 4, "pp": 2, "pp_fsdp": 4, "pp_tied": 2}
+RANKS |= {"gpipe": 2, "1f1b": 2}  # these really train, by torch.distributed.pipelining
 
 
 class Block(nn.Module):
@@ -48,7 +50,14 @@ class Model(nn.Module):
         self.table = nn.Embedding(VOCABULARY, WIDTH) if 0 in layers else None
         self.layers = nn.ModuleDict({str(i): Block() for i in layers})
         self.norm = nn.Linear(WIDTH, 3, bias=False) if 1 in layers else None
-        self.scale = nn.Parameter(torch.ones(1)) if 1 in layers else None
+        self.last = nn.ParameterDict({"scale": torch.ones(1)} if 1 in layers else {})
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.table is not None:
+            hidden = self.table(hidden)
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        return hidden if self.norm is None else self.norm(hidden) * self.last.scale
 
 
 def make_model(layers: range = range(2)) -> Model:
@@ -86,6 +95,44 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, worker: str, 
     optimizer.zero_grad()
 
 
+BATCH, MICROBATCHES = 8, 4
+
+
+def batch(worker: str, step: int) -> tuple[Tensor, Tensor]:
+    return integers(f"in{worker}{step}", torch.Size((BATCH, 2))).long().abs(), integers(
+        f"out{worker}{step}", torch.Size((BATCH, 2, 3))
+    ).sign()
+
+
+def whole_loss(out: Tensor, wanted: Tensor) -> Tensor:
+    return (out * wanted).sum()
+
+
+def really_train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, worker: str, step: int
+) -> None:
+    """Forward and backward, in a pipeline or in one process. The gradients are whole numbers, of which the optimizer
+    gets the signs, so that the weights stay small and all is exact."""
+    inputs, wanted = batch(worker, step)
+    if schedule is None:
+        whole_loss(model(inputs), wanted).backward()
+    elif rank_here() == 0:
+        schedule.step(inputs)
+    else:
+        schedule.step(target=wanted)
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.sign_()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def make_schedule(kind: str, model: nn.Module) -> Any:
+    stage = PipelineStage(model, rank_here(), 2, torch.device("cpu"))
+    how = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[kind]
+    return how(stage, n_microbatches=MICROBATCHES, loss_fn=whole_loss, scale_grads=False)
+
+
 def wrap(kind: str) -> nn.Module:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if kind == "plain":
@@ -102,8 +149,19 @@ def wrap(kind: str) -> nn.Module:
                 fully_shard(layer, mesh=mesh["dp"])
             fully_shard(model, mesh=mesh["dp"])
         return model
-    if kind == "pp":
+    if kind in ("fsdp", "hsdp"):
+        shape, names = ((4,), ("dp",)) if kind == "fsdp" else ((2, 2), ("replicas", "dp"))
+        mesh, model = init_device_mesh("cpu", shape, mesh_dim_names=names), make_model()
+        for layer in model.layers.values():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+    if kind in ("pp", "gpipe", "1f1b"):
         return make_model(range(rank, rank + 1))
+    if kind == "pp_tied":
+        model = make_model(range(rank, rank + 1))
+        model.table = make_model().table  # the last stage says words with it, the first one reads them
+        return model
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
     model = make_model(range(stage, stage + 1))
@@ -154,6 +212,7 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
     history: list[tuple[int, int, dict[str, list[float]]]] = []
     worker = DiLoCoWorker(model, optimizer, address, worker_id=name)
     first = load(worker, model, folder, kind)
+    schedule = make_schedule(kind, model) if kind in ("gpipe", "1f1b") else None
     with worker:
         plan, anchors = worker.plan, worker._replica.anchors
         known = [-1] * len(plan.fragments)
@@ -168,7 +227,10 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
         note()
         for step in range(first, steps):
             worker.count(samples=8)
-            train_step(model, optimizer, name, step)
+            if schedule is None:
+                train_step(model, optimizer, name, step)
+            else:
+                really_train_step(model, optimizer, schedule, name, step)
             note()
             if (folder / "slowly").exists():
                 time.sleep(0.02)
@@ -182,6 +244,8 @@ def train(kind: str, address: str, folder: Path, steps: int, dies_at: int) -> No
     places = {n: place_held(n, p) for n, p in model.named_parameters()}
     final = {n: worker._replica.tensors[n].flatten().tolist() for n in places}
     facts = {"history": history, "places": places, "final": final, **worker.sync_metrics}
+    owed = worker._topology.state_dict([]).get("feedback", {}).get("residuals", {}) if kind == "plain" else {}
+    facts["owed"] = {n: left.tolist() for n, left in owed.items()}
     facts["is_tiled"] = isinstance(worker._topology, TiledTopology)
     (folder / f"{kind}-{rank}.json").write_text(json.dumps(facts))
 

@@ -120,6 +120,7 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(arguments: list[str], said:
         (["token", "rotat"], "Did you mean 'rotate'?"),
         (["server", "--sync-evry", "3"], "no such option: --sync-evry (Possible options: "),
         (["server", "--above"], "option '--above' requires an argument; outerstep server --help lists what it takes"),
+        (["demo", "hierachy"], "invalid value for 'word': 'hierachy' is not one of"),
         (["worker", "--server", "127.0.0.1:9"], "missing argument 'COMMAND…'; outerstep worker --help"),
         (["control", "save", "--server", "127.0.0.1:9"], "it goes before save: outerstep control --server … save"),
         (["page", "127.0.0.1:9"], "an address goes behind --server: outerstep page --server 127.0.0.1:9"),

@@ -54,7 +54,7 @@ def decide(server: DiLoCoServer, outer_lr: float, timeout_s: float = 20.0) -> No
             route="star",
             assignments=(),
         )
-        assert steering.carry_out(coordinator, LayerDecision(plan=plan, cause="policy", reason="the test says so"))
+        assert coordinator.steer(LayerDecision(plan=plan, cause="policy", reason="the test says so"))
 
 
 class Reference:

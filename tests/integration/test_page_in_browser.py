@@ -171,6 +171,10 @@ def test_a_run_that_leases_data_shows_how_far_it_is(browser: Browser) -> None:
         browser.run("document.querySelector('#data details').open = true")
         wait_until(lambda: LEFT in browser.text("#data-workers"))
         assert f"train {RIGHT} 0 4" in " ".join(browser.text("#data-workers").split())
+        assert "from above" not in browser.text("#datasets")
+        leases.is_below, below = True, Dataset(name="below", samples=40, unit_samples=4)
+        leases.lease(Lease(**{**head, "dataset": below}, number=1, want=2, waits=True), 0.0, {RIGHT})
+        wait_until(lambda: "0, waiting for the layer above" in browser.text("#datasets"))
         check_quiet(browser, address)
     finally:
         server.stop()

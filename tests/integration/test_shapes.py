@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from integration.shape_job import RANKS, SYNC_EVERY, make_model, train_step
+from integration.shape_job import RANKS, SYNC_EVERY, make_model, really_train_step, train_step
 from integration.test_groups import Job, Versions, jobs, versions  # noqa: F401 - fixtures
 from outerstep import DiLoCoWorker
 from outerstep.server import DiLoCoServer
@@ -25,6 +25,7 @@ JOB = Path(__file__).with_name("shape_job.py")
 STEPS = 3 * SYNC_EVERY + 1
 MODEL_BYTES = 4 * sum(p.numel() for p in make_model().parameters())
 STREAMED = {"num_fragments": 2, "fragment_delay": 1, "fragment_carry": True}
+BY_ROWS = ("fsdp", "hsdp")  # what releases before knew
 
 
 def start(
@@ -95,29 +96,75 @@ def test_jobs_of_all_shapes_and_a_plain_worker_agree_bit_for_bit(
             assert ranks[0][name] is not None
 
 
+@pytest.mark.parametrize(
+    ("settings", "kinds"),
+    [({}, ["tp", "fsdp_tp", "pp_fsdp", "hsdp"]), (STREAMED, ["fsdp_tp", "pp_tied", "pp_fsdp", "fsdp"])],
+    ids=["blocking", "streamed"],
+)
 def test_whatever_its_shape_a_job_makes_the_history_of_a_single_process(
     tmp_path: Path,
     jobs: list[Job],  # noqa: F811
+    versions: Versions,  # noqa: F811
+    settings: dict[str, Any],
+    kinds: list[str],
 ) -> None:
-    """Weights and gradients are whole numbers, so every sum is exact. And all its ranks together send the model once in
-    each round, and fetch it once."""
-    histories = dict[str, dict[str, list[Any]]]()
-    for kind in ("tp", "fsdp_tp", "pp_fsdp"):
+    """Every version of every fragment, which is the one before and the only contribution. Weights and gradients are
+    whole numbers, so every sum is exact. And all ranks together send the model once in each round, and fetch it once.
+    """
+    exact: dict[str, Any] = {"num_workers": 1, "codec": "fp32", "down_codec": "fp32", **settings}
+    for kind in kinds:
         folder = tmp_path / kind
         folder.mkdir()
-        with make_server(num_workers=1, codec="fp32", down_codec="fp32") as server:
+        versions.clear()
+        with make_server(**exact) as server:
             jobs.append(start(folder, kind, server))
             results = jobs[-1].results()
-            newest, rounds = server.get_global_params(), server.sync_round
-        histories[kind] = {name: theta.tolist() for name, theta in newest.items()}
+            rounds, by_job = server.sync_round, dict(versions)
+        assert len(by_job) > 3
+        assert all(result["is_tiled"] == (kind not in BY_ROWS) for result in results)
+        for result in results:
+            assert_agrees(result, by_job)
         sent, received = (sum(result[name] for result in results) for name in ("bytes_sent", "bytes_received"))
         headers = 1500 * len(results)  # beside the values of a model of 2.4 KB
-        assert MODEL_BYTES * rounds <= sent <= (MODEL_BYTES + headers) * rounds
-        assert MODEL_BYTES * rounds <= received <= (MODEL_BYTES + 512) * rounds
-        with make_server(num_workers=1, codec="fp32", down_codec="fp32") as server:
+        if kind not in BY_ROWS:
+            assert MODEL_BYTES * rounds <= sent <= (MODEL_BYTES + headers) * (rounds + 1)
+            assert MODEL_BYTES * rounds <= received <= (MODEL_BYTES + 512) * (rounds + 1)
+        versions.clear()
+        with make_server(**exact) as server:
             plain_worker(server.address, kind)
             assert server.sync_round == rounds
-            assert {name: theta.tolist() for name, theta in server.get_global_params().items()} == histories[kind]
+        assert versions.keys() == by_job.keys()
+        for version, params in versions.items():
+            assert_same(by_job[version], params)
+
+
+@pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+def test_a_pipeline_of_torchs_own_makes_the_history_of_a_single_process(
+    tmp_path: Path,
+    jobs: list[Job],  # noqa: F811
+    versions: Versions,  # noqa: F811
+    kind: str,
+) -> None:
+    """It really trains: forward and backward through two stages and four microbatches, by a schedule of
+    torch.distributed.pipelining and by torchrun."""
+    exact: dict[str, Any] = {"num_workers": 1, "codec": "fp32", "down_codec": "fp32"}
+    with make_server(**exact) as server:
+        jobs.append(start(tmp_path, kind, server, torchrun=True))
+        results, by_job = jobs[-1].results(), dict(versions)
+    for result in results:
+        assert result["is_tiled"]
+        assert_agrees(result, by_job)
+    versions.clear()
+    with make_server(**exact) as server:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with DiLoCoWorker(model, optimizer, server.address, worker_id="plain"):
+            for step in range(STEPS):
+                really_train_step(model, optimizer, None, kind, step)
+    assert versions.keys() == by_job.keys()
+    assert not torch.equal(versions[0, 0]["layers.0.up.weight"], versions[0, 1]["layers.0.up.weight"])
+    for version, params in versions.items():
+        assert_same(by_job[version], params)
 
 
 @pytest.mark.row("F29")
@@ -145,6 +192,34 @@ def test_a_job_whose_rank_was_killed_goes_on_in_another_shape_and_every_step_cou
         plain_worker(server.address, "job", steps)
         assert_same(found, server.get_global_params())
     assert samples == 8 * (4 * 4 + 2 * 3 + 2 * 3 + 3)  # of each step on each rank that took it
+
+
+@pytest.mark.row("F29")
+def test_what_a_codec_owes_survives_every_change_of_shape(
+    tmp_path: Path,
+    jobs: list[Job],  # noqa: F811
+) -> None:
+    """Streamed, four bits with error feedback: what was sent and what is still owed are the steps that were taken. The
+    steps are whole numbers, so one that is lost or counts twice is seen for certain, whatever int4 rounds."""
+    (tmp_path / "name").write_text("job")
+    settings: dict[str, Any] = {"codec": "int4+feedback", "down_codec": "fp32", **STREAMED}
+    chain, steps = ("pp", "tp", "fsdp_tp", "fsdp"), 5 * SYNC_EVERY + 1
+    with make_server(num_workers=1, **settings) as server:
+        for number, kind in enumerate(chain):
+            jobs.append(start(tmp_path, kind, server, dies_at=SYNC_EVERY * (number + 1) + 1, steps=steps))
+            assert any(jobs[-1].ended())
+            assert len(list(tmp_path.glob("state-*.pt"))) == RANKS[kind]
+        jobs.append(start(tmp_path, "plain", server, steps=steps))
+        (result,) = jobs[-1].results()
+        found = server.get_global_params()
+    assert result["steps_discarded"] == 0
+    assert any(abs(value) > 0.01 for left in result["owed"].values() for value in left)
+    with make_server(num_workers=1, codec="fp32", down_codec="fp32", **STREAMED) as server:
+        plain_worker(server.address, "job", steps)
+        expected = server.get_global_params()
+    for name, theta in found.items():
+        taken = theta - torch.tensor(result["owed"][name]).view(theta.shape)
+        assert float((taken - expected[name]).abs().max()) < 0.01, name
 
 
 def test_if_a_rank_is_killed_its_job_ends_and_a_plain_worker_goes_on(

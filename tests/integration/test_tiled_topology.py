@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,20 +14,35 @@ from torch import Tensor
 
 from integration.groups_in_threads import Wire, finish
 from outerstep import tiling
-from outerstep.errors import BadRequest, ModelError, TransportError
-from outerstep.server import DiLoCoServer
+from outerstep.coordination.server.quotas import QuotaLimits, Quotas
+from outerstep.errors import BadRequest, ModelError, QuotaExceeded, TransportError
+from outerstep.server import DiLoCoServer, store
+from outerstep.server.boxes import box_hashes
 from outerstep.server.persistence import RecordedPush, RoundRecord, recorded_addends
 from outerstep.server.store import Addend, Uplink
-from outerstep.tiling import ModelTiling, Place, make_tiling
+from outerstep.tiling import FragmentTiling, ModelTiling, Place, make_tiling
+from outerstep.topology.group import tiled as tiled_module
 from outerstep.topology.group.ranks import Ranks
 from outerstep.topology.group.tiled import TiledTopology
 from outerstep.topology.protocol import Agreed, Contribution, anchors_of
 from outerstep.topology.server.topology import ServerTopology
 from outerstep.topology.update import anchor_tree
-from outerstep.types import Join, JoinAnswer, Manifest, Offer, OfferAnswer, ParameterSpec, Poll, Request, Wishes
+from outerstep.types import (
+    Join,
+    JoinAnswer,
+    Manifest,
+    Offer,
+    OfferAnswer,
+    ParameterSpec,
+    Poll,
+    PollAnswer,
+    Request,
+    Tiling,
+    Wishes,
+)
 from outerstep.wire.memory import MemoryTransport
 from support import EAGER, memory_topology
-from thread_ranks import failures, in_ranks
+from thread_ranks import ThreadRanks, failures, in_ranks
 
 SHAPES: dict[str, tuple[int, ...]] = {"wide": (24, 1040), "deep": (7, 3, 300), "bias": (41,), "scale": ()}
 MANIFEST = Manifest(parameters=tuple(ParameterSpec(name=n, shape=s, dtype="float32") for n, s in SHAPES.items()))
@@ -141,6 +156,31 @@ def test_every_rank_holds_its_boxes_of_the_servers_model_bit_for_bit(job: str, c
         assert server.sync_round == 3
 
 
+def test_ranks_pass_on_what_they_fetched_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or each would need as much memory again for what is on its way."""
+    monkeypatch.setattr(tiled_module, "PASSED_ON_BYTES", 1)
+    job, most, swap = JOBS["rows and columns"], list[int](), ThreadRanks.swap
+
+    def noted(ranks: ThreadRanks, outgoing: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        most.append(sum(data.numel() for data in outgoing))
+        return swap(ranks, outgoing, sizes)
+
+    monkeypatch.setattr(ThreadRanks, "swap", noted)
+    with server_of(codec="bf16", down_codec="bf16") as server:
+
+        def run(ranks: Ranks) -> None:
+            held, anchors = job[ranks.rank], dict[str, Tensor]()
+            topology = tiled(server, ranks, held)
+            ((_, agreed),) = anchors_of(topology, topology.join(manifest_of(held), Wishes()))
+            assert_held(agreed, anchors, server, held)
+            agreed = finish(topology.begin(contribution(agreed, cut(deltas(1, exact=True), held))))
+            assert_held(agreed, anchors, server, held)
+
+        in_ranks(4, run)
+    assert len(most) > 40
+    assert max(most) <= 4096  # a part
+
+
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int4+feedback"])
 def test_all_shapes_make_the_history_that_a_single_process_makes(codec: str) -> None:
     """Of values that are exact however they are cut."""
@@ -242,7 +282,7 @@ def test_a_journals_record_says_how_a_contribution_was_cut() -> None:
     (found,) = recorded_addends(record, memoryview(b"abc"), specs)
     assert isinstance(found, Addend)
     assert not isinstance(found.sections, int)
-    assert found.sections.tensors == fragment.tensors
+    assert found.sections.as_said() == fragment.as_said()
 
 
 def test_a_server_refuses_by_name_what_speaks_of_a_tiling_that_it_was_not_told() -> None:
@@ -275,6 +315,107 @@ def test_a_start_of_a_worker_has_one_tiling_and_as_many_sections_as_it_says() ->
             transport.call(Poll(**who, fragment=0, after=-1, sections=3, tiled=True))
         with pytest.raises(BadRequest, match="the manifest that comes with it"):
             transport.call(replace(join, worker_id="other", manifest=None))
+
+
+def test_a_join_that_is_refused_settles_nothing() -> None:
+    """Not what is trained, nor how; a worker of another shape begins the run as it likes."""
+    with server_of(codec=None) as server:
+        transport, told = MemoryTransport(server.service), make_tiling(SHAPES, JOBS["rows and columns"])
+        join = Join(protocol=2, worker_id="job", instance="0123456789", wishes=Wishes(codec="int8"))
+        with pytest.raises(BadRequest, match="the manifest that comes with it"):
+            transport.call(replace(join, tiling=told))
+        quotas = server.service.coordinator.quotas
+        quotas.charge("joins", "", "others", server.service.clock(), is_newcomer=True, amount=10**6)
+        with pytest.raises(QuotaExceeded):
+            transport.call(join)
+        assert server.service.coordinator.plan is None
+        assert server.service.run.stores == []
+        server.service.coordinator.quotas = Quotas(QuotaLimits())
+        answer = transport.call(replace(join, worker_id="other", wishes=Wishes(codec="bf16")))
+        assert isinstance(answer, JoinAnswer)
+        assert answer.plan.codec == "bf16"
+
+
+class JobByHand:
+    """A job that joins and polls; it never trains."""
+
+    def __init__(self, server: DiLoCoServer, worker: str, told: Tiling) -> None:
+        self.transport = MemoryTransport(server.service)
+        answer = self.transport.call(
+            Join(protocol=2, worker_id=worker, instance="0123456789", manifest=MANIFEST, tiling=told)
+        )
+        assert isinstance(answer, JoinAnswer)
+        self.head = {"run_id": answer.run_id, "worker_id": worker, "incarnation": answer.incarnation}
+        self.sections = told.sections
+
+    def hashes(self) -> tuple[str, ...]:
+        answer = self.transport.call(Poll(**self.head, fragment=0, after=-1, sections=self.sections, tiled=True))
+        assert isinstance(answer, PollAnswer)
+        assert answer.agreement is not None
+        return answer.agreement.range_hashes
+
+
+def of_its_own(column: int) -> Tiling:
+    """No two of these are alike."""
+    return make_tiling(
+        SHAPES,
+        [
+            all_of("bias", "scale", "deep", wide=((0, 0), (24, column))),
+            all_of("bias", "scale", "deep", wide=((0, column), (24, 1040 - column))),
+        ],
+    )
+
+
+def test_a_model_is_hashed_once_for_each_shape_and_version_however_many_jobs_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed = list[object]()
+
+    def counted(params: Mapping[str, Tensor], cutting: FragmentTiling) -> tuple[str, ...]:
+        hashed.append(cutting)
+        return box_hashes(params, cutting)
+
+    monkeypatch.setattr(store, "box_hashes", counted)
+    with server_of(codec="fp32") as server:
+        jobs = [JobByHand(server, f"job-{i}", of_its_own(4 + i // 2)) for i in range(24)]
+        for _ in range(3):
+            found = [job.hashes() for job in jobs]
+        assert len(hashed) == 12
+        assert found[::2] == found[1::2]
+        assert len(set(found)) == 12
+
+
+def test_newcomers_cannot_have_a_server_hash_without_end_and_a_worker_that_contributed_is_not_kept_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store, "PIECE_COST_BYTES", 1 << 20)
+    with server_of(codec="fp32", max_hashed_per_minute=1 << 22) as server:
+
+        def contribute(ranks: Ranks) -> None:
+            held = JOBS["columns, unevenly"][ranks.rank]
+            topology = tiled(server, ranks, held)
+            ((_, agreed),) = anchors_of(topology, topology.join(manifest_of(held), Wishes()))
+            for _ in range(2):
+                agreed = finish(topology.begin(contribution(agreed, cut(deltas(1, exact=True), held))))
+            if ranks.rank == 0:
+                flood()
+            ranks.check(lambda: None)
+            agreed = finish(topology.begin(contribution(agreed, cut(deltas(2, exact=True), held))))
+            assert agreed.counted
+            topology.leave("done")
+
+        refused = list[QuotaExceeded]()
+
+        def flood() -> None:
+            for i in range(40):
+                try:
+                    JobByHand(server, f"idle-{i}", of_its_own(1 + i)).hashes()
+                except QuotaExceeded as refusal:
+                    refused.append(refusal)
+
+        in_ranks(2, contribute)
+        assert 30 <= len(refused) < 40
+        assert "bytes hashed for the processes of groups a minute (max_hashed_per_minute)" in refused[0].message
 
 
 def test_nobody_waits_for_the_lock_while_a_tiling_is_checked_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,3 +125,25 @@ def test_a_server_that_stops_keeps_nobody_waiting(server: DiLoCoServer) -> None:
     for one in asking:
         assert isinstance(one.answer, OfferAnswer)
         assert one.answer.state == "wait"
+
+
+def test_of_two_processes_that_make_the_same_offer_one_gives_up_and_the_other_still_hears_of_its_turn(
+    server: DiLoCoServer,
+) -> None:
+    first, second, job = crowd(server)[:3]
+    assert [client.offer(len(FRAME)).state for client in (first, second)] == ["send", "send"]
+    turns = server.service._turns
+    patient = Asking(job)
+    wait_until(lambda: [turn.waiting for turn in turns.values()] == [1])
+    hasty = Asking(job, wait_s=0.05)
+    hasty.thread.join(60.0)
+    assert isinstance(hasty.answer, OfferAnswer)
+    assert hasty.answer.state == "wait"
+    assert [turn.waiting for turn in turns.values()] == [1]
+    assert patient.answer is None
+    first.put(FRAME, 0)
+    first.commit(FRAME)
+    wait_until(lambda: patient.answer is not None)
+    assert isinstance(patient.answer, OfferAnswer)
+    assert patient.answer.state == "send"
+    assert not turns

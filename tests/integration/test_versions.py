@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -321,3 +322,149 @@ def test_a_peer_of_release_0_2_is_killed_and_restarted_as_todays_from_its_folder
     ends.await_end(*"abc")
     assert ends.hashes("a") == ends.hashes("b") == ends.hashes("c")
     assert [version for version, _ in ends.hashes("c")] == list(range(1, ROUNDS + 1))
+
+
+# --- docs/howto/upgrade.md, in its order ------------------------------------------------------------------------------
+
+SCRIPT = """
+import hashlib, json, sys, time
+import torch, outerstep
+torch.manual_seed(1)
+model = torch.nn.Linear(6, 5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+print("outerstep from", outerstep.__file__, flush=True)
+with open(sys.argv[1], "a", buffering=1) as notes, outerstep.attach(model, optimizer) as worker:
+    noted = worker.sync_metrics["versions"][0]
+    while not worker.should_stop:
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        version = worker.sync_metrics["versions"][0]
+        if version > noted:
+            noted = version
+            with worker.global_weights():
+                weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+            notes.write(json.dumps({"version": version, "hash": hashlib.sha256(weights).hexdigest()}) + "\\n")
+        time.sleep(0.01)
+"""
+
+
+class Upgrade(Ends):
+    """A server and two workers, each started by the command that the page means, with either release."""
+
+    def __init__(self, folder: Path, old: Path) -> None:
+        super().__init__(folder, old)
+        outerstep.save_model(torch.nn.Linear(6, 5), folder / "model")
+        (folder / "train.py").write_text(SCRIPT)
+        self.address = f"127.0.0.1:{free_port()}"
+        self.run = folder / "outerstep-run"
+
+    def environ(self, version: str) -> dict[str, str]:
+        return {**super().environ(version), "OUTERSTEP_CREDENTIALS": str(self.folder / "credentials")}
+
+    def begin(self, version: str, name: str, *words: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "outerstep", *words],
+                stdout=log, stderr=subprocess.STDOUT, env=self.environ(version), cwd=self.folder,
+            )  # fmt: skip
+
+    def serve(self, version: str, *more: str) -> None:
+        port = self.address.rpartition(":")[2]
+        self.begin(version, "server", "server", "-m", "model", "-n", "2", "--sync-every", "4", "--port", port, *more)
+
+    def train(self, version: str, name: str) -> None:
+        place = ["--server", self.address, "--worker-id", name]
+        self.begin(version, name, "worker", *place, "--", sys.executable, "train.py", f"{name}.jsonl")
+
+    def stop(self, name: str) -> None:
+        self.processes[name].send_signal(signal.SIGTERM)
+        self.await_end(name)
+
+    def type(self, version: str, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "outerstep", *words[:1], "--server", self.address, *words[1:]]
+        return subprocess.run(
+            command, env=self.environ(version), cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+
+    def do(self, version: str, *words: str) -> str:
+        done = self.type(version, *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def status(self, version: str) -> dict[str, Any]:
+        shown: dict[str, Any] = json.loads(self.do(version, "status", "--json"))
+        return shown
+
+    def await_more(self, *names: str) -> None:
+        """Two more rounds of each."""
+        for name, there in [(name, len(self.hashes(name))) for name in names]:
+            self.await_rounds(name, rounds=there + 2)
+
+    def contents(self) -> dict[str, bytes]:
+        files = [file for file in self.run.rglob("*") if file.is_file() and file.name != "lock"]
+        return {str(file.relative_to(self.run)): file.read_bytes() for file in files}
+
+
+@pytest.fixture
+def upgrade(tmp_path: Path, release_0_2: Path) -> Iterator[Upgrade]:
+    made = Upgrade(tmp_path, release_0_2)
+    yield made
+    made.close()
+
+
+@pytest.mark.row("F30")
+@pytest.mark.slow
+def test_a_run_is_upgraded_machine_by_machine_while_it_trains(upgrade: Upgrade) -> None:
+    """As docs/howto/upgrade.md says, with each row of its table that is about a server."""
+    upgrade.serve("old")
+    wait_until((upgrade.folder / "credentials" / "server" / f"join-{upgrade.address[10:]}.txt").exists, PATIENCE_S)
+    for name in "ab":
+        upgrade.train("old", name)
+    upgrade.await_more("a", "b")
+    run_id = upgrade.status("new")["run_id"]
+    upgrade.do("new", "control", "plan", "--sync-every", "5")
+    refused = upgrade.type("new", "control", "release", "a")
+    assert refused.returncode == 2
+    assert "Control 'release' belongs to protocol 2, and the other end speaks 1" in refused.stderr
+    upgrade.await_more("a", "b")
+
+    upgrade.stop("server")
+    shutil.copytree(upgrade.run, upgrade.folder / "copy")
+    upgrade.serve("new")
+    upgrade.await_more("a", "b")
+    shown = upgrade.status("old")
+    assert shown["run_id"] == run_id
+    assert shown["plan"]["sync_every"] == 5
+    upgrade.do("old", "control", "plan", "--sync-every", "4")
+
+    unknown = None  # of a worker that joined before the server was restarted
+    for name, other, then in (("a", "b", {"a": 2, "b": unknown}), ("b", "a", {"a": 2, "b": 2})):
+        upgrade.stop(name)
+        upgrade.await_more(other)
+        upgrade.train("new", name)
+        upgrade.await_more(name, other)
+        shown = upgrade.status("new")
+        assert {name: worker["protocol"] for name, worker in shown["workers"].items()} == then
+    assert (shown["run_id"], shown["plan"]["sync_every"]) == (run_id, 4)
+    for name in "ab":
+        assert ["release-0.2" in line for line in upgrade.log(name).splitlines() if "outerstep from" in line] == [1, 0]
+        upgrade.stop(name)
+    upgrade.stop("server")
+    held = {name: dict(upgrade.hashes(name)) for name in "ab"}
+    both = held["a"].keys() & held["b"].keys()
+    assert len(both) >= 8
+    assert {version: held["a"][version] for version in both} == {version: held["b"][version] for version in both}
+    for name in "ab":
+        versions = [version for version, _ in upgrade.hashes(name)]
+        assert versions == sorted(set(versions)), "no round twice, and none undone"
+
+    before = upgrade.contents()
+    upgrade.serve("old")
+    assert upgrade.processes["server"].wait(PATIENCE_S) == 2
+    assert "use the version that wrote it" in upgrade.log("server")
+    assert upgrade.contents() == before
+    upgrade.serve("old", "--save-dir", "copy")  # the folder that was copied is one of 0.2
+    wait_until(lambda: f"copy holds run {run_id}" in upgrade.log("server"), PATIENCE_S)
+    wait_until(lambda: upgrade.type("old", "control", "save").returncode == 0, PATIENCE_S)
+    upgrade.stop("server")

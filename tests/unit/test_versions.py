@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -28,7 +28,7 @@ from outerstep.statements import (
 )
 from outerstep.topology.gossip.node.records import PeerRunFacts
 from outerstep.topology.gossip.terms import GossipTerms
-from outerstep.types import Join, Plain
+from outerstep.types import Control, Join, Plain
 from outerstep.versions import (
     OLDEST_PROTOCOL,
     PROTOCOL_VERSION,
@@ -54,6 +54,9 @@ from outerstep.wire.messages import (
 
 PROTOCOL_1 = json.loads((Path(__file__).parent / "protocol_1.json").read_text())
 """Every message of release 0.2 and its fields, as 63d03f7 writes them. It never changes."""
+
+ORDERS_1 = {"save", "kick", "pardon", "drain", "sync", "plan", "budget", "shutdown"}
+"""Likewise, what an operator could order."""
 
 MESSAGES = kinds_in(
     *PLACES, *(answer for _, _, answer in PLACES.values()), ErrorAnswer, ProbeAnswer, AnyStatement, GossipTerms,
@@ -109,6 +112,18 @@ class TestOneMessage:
     def test_what_an_older_protocol_does_not_have_is_not_said_in_it(self, message: Plain) -> None:
         with pytest.raises(ProtocolMismatch, match="Later belongs to protocol 2, and the other end speaks 1"):
             as_spoken(message, 1)
+
+    @pytest.mark.parametrize("kind", ["release", "forget", "lead"])
+    def test_an_order_that_an_older_server_does_not_have_is_not_given_to_it(self, kind: Any) -> None:
+        assert needs(Control(kind=kind)) == 2
+        with pytest.raises(
+            ProtocolMismatch, match=f"Control '{kind}' belongs to protocol 2, and the .* speaks 1"
+        ) as no:
+            as_spoken(Control(kind=kind), 1)
+        assert no.value.hint == "update outerstep there"
+        with pytest.raises(BadRequest, match="this Control has what belongs to protocol 2"):
+            check_written(Control(kind=kind), 1)
+        assert as_spoken(Control(kind="kick"), 1) == Control(kind="kick")
 
     def test_a_later_field_in_a_message_of_an_older_protocol_is_refused_like_an_unknown_one(self) -> None:
         check_written(NEW, 2)
@@ -170,6 +185,10 @@ class TestNothingIsForgotten:
         assert of_old == PROTOCOL_1[kind.__name__], "a new field is Since2[…] = UNSET, and an old one stays"
         later = [one for one in msgspec.structs.fields(kind) if fields_of(kind)[one.name] > OLDEST_PROTOCOL]
         assert all(one.default is UNSET for one in later), "absent when nobody says it"
+
+    def test_an_order_that_release_0_2_does_not_know_is_marked(self) -> None:
+        kinds = get_args(get_type_hints(Control)["kind"])
+        assert set(kinds) - Control.SINCE_KIND.keys() == ORDERS_1
 
     def test_refusals_are_the_same_in_all_protocols(self) -> None:
         """They are written before it is known who asks."""

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +19,7 @@ from rich.table import Table
 from ..errors import ConfigError
 from ..events import UnitsDone, UnitsUnseen
 from ..observe.quantities import counted, duration
-from ..observe.status import DataStatus, read_status
+from ..observe.status import DataStatus, ServerStatus, read_status
 from ..printable import printable
 from ..ranges import NONE, Ranges
 from ..types import Dataset
@@ -66,10 +67,12 @@ def data(
                 "give the logs of others, too (--events LOG --events LOG)"
             )
     else:
-        Console().print(render(found))
+        clusters = status.clusters if isinstance(status, ServerStatus) else {}
+        Console().print(render(found, {name: one.size for name, one in clusters.items() if one.members}))
 
 
-def render(found: Sequence[DataStatus]) -> RenderableType:
+def render(found: Sequence[DataStatus], clusters: Mapping[str, int] = MappingProxyType({})) -> RenderableType:
+    """`clusters`: how many members each of those workers has that are clusters."""
     if not found:
         return "this run leases no data (docs/concepts/data.md)"
     parts: list[RenderableType] = []
@@ -86,9 +89,13 @@ def render(found: Sequence[DataStatus]) -> RenderableType:
         odd = {"lost": one.lost, "spent without counting": one.spent, "trained more than once": one.repeated}
         told = ", ".join(f"{what} {count}" for what, count in odd.items() if count)
         parts += [f"  [yellow]{told}[/yellow]"] if told else []
+        if one.granted is not None:
+            waits = f"; waiting for {_escaped(one.waiting_for)}" if one.waiting_for else ""
+            parts.append(f"  leased from the layer above, and not done here: {one.granted}{waits}")
         table = Table("worker", "done", "leased")
         for name in sorted({*one.done_by, *one.leased_to}):
-            table.add_row(_escaped(name), str(one.done_by.get(name, 0)), str(one.leased_to.get(name, 0)))
+            size = f" (a cluster of {clusters[name]})" if name in clusters else ""
+            table.add_row(_escaped(name) + size, str(one.done_by.get(name, 0)), str(one.leased_to.get(name, 0)))
         parts.append(table)
     return Group(*parts)
 

@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -63,11 +64,14 @@ LOCAL = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class FirstScript:
-    """The training script beside the server: a process group of its own, which is told once what this process is."""
+    """The training script beside the server: a process group of its own, which is told once what this process is. What
+    is told before it is started keeps it from being started."""
 
     def __init__(self, program: str, words: list[str]) -> None:
         self._words = [program, *words[1:]]
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # signals arrive in a thread of their own
+        self._stopped_by: int | None = None  # before it was started
         self._attached = ""  # a file that is there until the script attaches
 
     def start(self, environ: dict[str, str]) -> None:
@@ -75,11 +79,15 @@ class FirstScript:
         handle, self._attached = tempfile.mkstemp(prefix="outerstep-not-attached-")
         os.close(handle)
         words, environ = tethered(self._words), {**environ, ATTACHED_VARIABLE: self._attached}
-        self._process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, process_group=0)
+        with self._lock:
+            if self._stopped_by is None:
+                self._process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, process_group=0)
 
     @property
     def code(self) -> int | None:
-        """As a shell shows it; None = it runs, or was not started."""
+        """As a shell shows it; None = it runs, or was not started yet."""
+        if self._process is None and self._stopped_by is not None:
+            return 128 + self._stopped_by
         code = self._process.poll() if self._process is not None else None
         return code if code is None or code >= 0 else 128 - code
 
@@ -88,9 +96,12 @@ class FirstScript:
         return not os.path.exists(self._attached)
 
     def send(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+        with self._lock:
+            if self._process is None:
+                self._stopped_by = number
+            elif self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
 
     def end(self) -> None:
         """However this command ends, its script ends before."""
@@ -314,7 +325,7 @@ class FirstPc:
 
     def _report(self, made: DiLoCoServer) -> int:
         code, place = self._script.code or 0, self._config.save_dir
-        if not self._script.has_attached:
+        if self._stopping.asked is None and not self._script.has_attached:
             self._say(NEVER_ATTACHED.format(place="outerstep run"))
         status = made.typed_status()
         if status.failure or status.last_save.startswith("failed"):

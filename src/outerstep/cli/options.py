@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -17,6 +18,8 @@ from ..security import DEFAULT_PORT
 
 Found = Mapping[str, Sourced]
 FILE_PANEL = "Settings"
+HIDES = "_OUTERSTEP_COMPLETE" not in os.environ
+"""Whether --help leaves out what few people need. A shell that completes a flag is offered every one."""
 
 ConfigFile = Annotated[
     str | None,
@@ -32,7 +35,7 @@ LayersFileOption = Annotated[
     typer.Option(
         "--layers",
         metavar="FILE",
-        hidden=True,
+        hidden=HIDES,
         rich_help_panel=FILE_PANEL,
         help="TOML file that describes the layers of the run; --cluster says which part of it this is.",
     ),
@@ -131,7 +134,7 @@ def _annotation(role: Role, setting: Setting) -> Any:
     --help are those that people need, in groups of their own; --help-all shows all, in their panels."""
     kind = role.kinds[setting.field]
     group = role.group_of.get(setting.field)
-    shown: dict[str, Any] = {"rich_help_panel": group or setting.panel, "hidden": group is None}
+    shown: dict[str, Any] = {"rich_help_panel": group or setting.panel, "hidden": group is None and HIDES}
     help_ = f"{escape(setting.sentence)} [dim]{escape(role.default_text(setting))}[/dim]"
     if kind.base is bool:
         *short, long = setting.flags.split()

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..coordination.cost import MEASURED, NOMINAL, NONE, Line
+from ..coordination.failures import NEVER, Failures, RoundClosing
 from ..coordination.planning import Choice, Option, Proposal, Situation, propose
 from ..coordination.planning.guide import MEASURED_ON
 from ..coordination.planning.planner import NEARLY_EQUAL, utilization_by_interval
@@ -27,10 +28,12 @@ from ..printable import printable
 from ..wire.http_transport import HttpTransport
 from . import units
 from .options import CredentialsFolder, credentials_folder
-from .plan_sources import Source, from_file, from_status, site
+from .plan_scenario import pool_bytes, write_scenario
+from .plan_sources import COMMAND_LINE, Source, from_file, from_status, site
 from .status import count
 
 LINKS = "Sites and links"
+FAILING = "Failures"
 FIXED = "What if (left out: the planner chooses)"
 OUTPUT = "Output"
 TIMEOUT_S = 10.0
@@ -82,6 +85,16 @@ def plan(
         float,
         typer.Option(min=0.01, max=1000.0, help="How often as fast as two processor cores each server is."),
     ] = 1.0,
+    failures_per_hour: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=FAILING, help="Share of the workers that die within an hour: 5%. [dim]Default: none.[/dim]"
+        ),
+    ] = None,
+    restart_after: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=FAILING, help="How long until each is back. [dim]Default: 10min.[/dim]"),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(help="Of the workers' weights: bf16, fp16 or fp32; for memory. [dim]Default: bf16.[/dim]"),
@@ -110,6 +123,14 @@ def plan(
         str | None,
         typer.Option(metavar="FILE", rich_help_panel=OUTPUT, help="Draw utilization over H (needs matplotlib)."),
     ] = None,
+    scenario: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=OUTPUT,
+            help="Write what is recommended for [bold]outerstep simulate[/bold].",
+        ),
+    ] = None,
     credentials: CredentialsFolder = None,
 ) -> None:
     """Choose settings before a run: what will it cost, and what do I type?
@@ -118,7 +139,9 @@ def plan(
 
     For each topology that makes sense and each codec it looks for the shortest interval H that leaves the target for
     training, with the same model of cost as a server with --target-utilization. It recommends one, says why and what it
-    takes, and prints the commands. What you fix under "What if" stays as it is.
+    takes, and prints the commands. With --failures-per-hour it counts what each topology loses to workers that die;
+    --scenario writes a file with which `outerstep simulate` plays a day of it. What you fix under "What if" stays as it
+    is.
     """
     if file is not None and from_server is not None:
         raise ConfigError(f"one source at a time: {file} or --from {from_server}")
@@ -142,17 +165,23 @@ def plan(
         choice=Choice(sync_every, codec, fragments, delay, _engine(inside), inside_every),
         ideal=ideal,
         server_speed=server_speed,
+        failures_per_hour=failures_per_hour,
+        restart_after=restart_after,
     )
     proposal = propose(situation)
     now = None if source.now is None else _as_it_is(situation, source.now)
     if plot is not None:
         draw(proposal, Path(plot))
+    if scenario is not None:
+        write_scenario(Path(scenario), situation, proposal.recommended)
     if as_json:
         typer.echo(json.dumps(as_plain(proposal, now), indent=2, ensure_ascii=False))
         return
     show(proposal, now, source.assumed, Console())
     if plot is not None:
         typer.echo(f"drawn: {plot}")
+    if scenario is not None:
+        typer.echo(f"written; to play a day of it: outerstep simulate {shlex.quote(scenario)}")
 
 
 def _sites(number: int, given: Mapping[str, Any]) -> Iterator[Any]:
@@ -162,7 +191,7 @@ def _sites(number: int, given: Mapping[str, Any]) -> Iterator[Any]:
                 f"a plan needs {flag}; e.g. --link 200mbit --step-time 3s, or a FILE, or --from HOST:PORT"
             )
     for i in range(1, number + 1):
-        yield site({**given, "name": f"site{i}"}, "the command line")
+        yield site({**given, "name": f"site{i}"}, COMMAND_LINE)
 
 
 def _ask(address: str, credentials: str | None) -> Source:
@@ -187,6 +216,12 @@ def _situation(source: Source, *, choice: Choice, ideal: bool, server_speed: flo
     server = units.rate(flags["server_link"], "--server-link") if flags["server_link"] else source.server_bytes_per_s
     local = units.rate(flags["lan"], "--lan") if flags["lan"] else source.local_bytes_per_s
     site_server = units.rate(flags["server_lan"], "--server-lan") if flags["server_lan"] else 0.0
+    said = flags["failures_per_hour"]
+    per_hour = source.failures_per_hour if said is None else units.share(said, "--failures-per-hour", zero=True)
+    said = flags["restart_after"]
+    restart_s = source.restart_s if said is None else units.seconds(said, "--restart-after")
+    if restart_s is not None and per_hour is None:
+        raise ConfigError("a restart follows a failure: give --failures-per-hour with --restart-after, e.g. 5%")
     usual = NONE if ideal else MEASURED if source.is_measured else NOMINAL
     return Situation(
         parameters=parameters,
@@ -199,6 +234,7 @@ def _situation(source: Source, *, choice: Choice, ideal: bool, server_speed: flo
         target_utilization=0.95 if target is None else target,
         choice=choice,
         overheads=usual.with_servers(server_speed),
+        failures=Failures(per_hour or 0.0, NEVER.restart_s if restart_s is None else restart_s),
     )
 
 
@@ -236,11 +272,12 @@ def commands(situation: Situation, option: Option) -> list[tuple[str, str]]:
             # DyLU counts in the steps of the fastest, the planner in those of the middle one.
             interval = round(option.sync_every * situation.middle_step_s / situation.fastest_step_s)
             balanced = " --dylu"
+        closes = _closes(option.closing) + _spools(option.members, option)
         return [
             (
                 "the server",
                 f"{model} -n {option.members} --sync-every {interval} --codec {option.codec}"
-                f"{streamed} {outer}{balanced}",
+                f"{streamed} {outer}{balanced}{closes}",
             ),
             joins,
             ("and there", "outerstep worker --server HOST:8512 -- python train.py"),
@@ -252,26 +289,49 @@ def commands(situation: Situation, option: Option) -> list[tuple[str, str]]:
     )
     if option.delay:
         top = top[0], f"{top[1]} --fragments 1 --fragment-delay {option.delay}"
-    workers = max(each.workers for each in situation.sites)
+    top = top[0], top[1] + _closes(option.closing) + _spools(option.members, option)
+    sizes = sorted({each.workers for each in situation.sites})
+    called = {  # where sites differ, each has a line of its own kind
+        size: "NAME its own"
+        if len(sizes) == 1
+        else "NAME: " + ", ".join(each.name for each in situation.sites if each.workers == size)
+        for size in sizes
+    }
     if inside.engine == "allreduce":
         below = [
             (
-                "each site, NAME its own",
+                f"each site, {called[size]}",
                 f"outerstep worker --server allreduce --sync-every {inside.sync_every} --codec {inside.codec} {every} "
-                f"-- torchrun --nproc-per-node {workers} train.py    # or --nnodes: {workers} ranks in all",
+                f"-- torchrun --nproc-per-node {size} train.py"
+                + (f"    # or --nnodes: {size} ranks in all" if size > 1 else ""),
             )
+            for size in sizes
         ]
         return [top, ("each site, once, where rank 0 runs", joins[1]), *below]
     return [
         top,
         ("each site's server, once", joins[1]),
-        (
-            "each site's server, NAME its own",
-            f"{model} -n {workers} --sync-every {inside.sync_every} --codec {inside.codec} {every}",
+        *(
+            (
+                f"each site's server, {called[size]}",
+                f"{model} -n {size} --sync-every {inside.sync_every} --codec {inside.codec} {every}"
+                f"{_closes(inside.closing.of(size, sizes[-1]))}{_spools(size, option)}",
+            )
+            for size in sizes
         ),
         ("each worker, once", "outerstep join    # with the line that its site's server prints"),
         ("and there", "outerstep worker --server SITE:8512 -- python train.py"),
     ]
+
+
+def _closes(closing: RoundClosing) -> str:
+    return "" if closing.quorum is None else f" --quorum {closing.quorum} --grace {closing.grace_s:g}"
+
+
+def _spools(members: int, option: Option) -> str:
+    """Room for a round of contributions, where what is usual is less: without it members take turns."""
+    needed = pool_bytes(members, option.up_bytes)
+    return "" if needed is None else f" --spool-bytes {needed}"
 
 
 # --- for people -------------------------------------------------------------------------------------------------------
@@ -318,7 +378,8 @@ def _mbit(bytes_per_s: float) -> str:
 
 
 def _name(option: Option) -> str:
-    how = f"{option.num_fragments} fragments, τ = {option.delay}" if option.delay else "blocking"
+    pieces = "1 fragment" if option.num_fragments == 1 else f"{option.num_fragments} fragments"
+    how = f"{pieces}, τ = {option.delay}" if option.delay else "blocking"
     inside = f", inside every {option.inside.sync_every} by {option.inside.engine}" if option.inside else ""
     return f"{option.topology}, H = {option.sync_every}, {option.codec}, {how}{inside}"
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, TypeVar
 
+from ..coordination.autoconfig.meter import SMALLEST_BYTES
 from ..coordination.planning import Choice, PlannedSite
 from ..errors import ConfigError
 from ..observe.status import PeerStatus, ServerStatus
@@ -16,8 +19,12 @@ from ..types import THE_SERVER
 from . import units
 
 SITE_KEYS: Final = frozenset({"name", "workers", "link", "up", "down", "latency", "step_time"})
-KEYS: Final = frozenset({"params", "dtype", "target", "server_link", "lan", *SITE_KEYS, "sites"})
+KEYS: Final = frozenset(
+    {"params", "dtype", "target", "server_link", "lan", "failures_per_hour", "restart_after"} | SITE_KEYS | {"sites"}
+)
 MOST_FILE_BYTES: Final = 1 << 20
+COMMAND_LINE: Final = "the command line"
+FLAGS: Final = {"up": "--link-up", "down": "--link-down"}  # the others are called as the keys of a file
 T = TypeVar("T")
 
 
@@ -31,6 +38,8 @@ class Source:
     target: float | None = None
     server_bytes_per_s: float | None = None
     local_bytes_per_s: float | None = None
+    failures_per_hour: float | None = None
+    restart_s: float | None = None
     now: Choice | None = None
     assumed: tuple[str, ...] = ()
     is_measured: bool = False
@@ -41,21 +50,15 @@ class Source:
 
 def from_file(name: str, otherwise: Mapping[str, Any]) -> Source:
     """`otherwise`: by key of a site, what the command line says; the file's own table wins, its top level too."""
-    path = Path(name)
-    try:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise ConfigError(f"{name} must be a TOML file of at most {MOST_FILE_BYTES >> 20} MiB")
-        said = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{name} cannot be read as TOML: {error}") from error
-    _check_keys(said, KEYS, name)
+    said = read_toml(name, otherwise="docs/operating/planning.md shows one")
+    check_keys(said, KEYS, name)
     tables = said.pop("sites", None)
     if not isinstance(tables, list) or not tables or not all(isinstance(each, dict) for each in tables):
         raise ConfigError(f"{name} must have at least one table [[sites]]")
     common = {**otherwise, **{key: value for key, value in said.items() if key in SITE_KEYS}}
     sites = []
     for number, table in enumerate(tables, 1):
-        _check_keys(table, SITE_KEYS, f"{name}, site {number}")
+        check_keys(table, SITE_KEYS, f"{name}, site {number}")
         sites.append(site({"name": f"site{number}", **common, **table}, f"{name}, site {number}"))
     return Source(
         parameters=_read(said, "params", units.count, name),
@@ -64,6 +67,8 @@ def from_file(name: str, otherwise: Mapping[str, Any]) -> Source:
         target=_read(said, "target", units.share, name),
         server_bytes_per_s=_read(said, "server_link", units.rate, name),
         local_bytes_per_s=_read(said, "lan", units.rate, name),
+        failures_per_hour=_read(said, "failures_per_hour", partial(units.share, zero=True), name),
+        restart_s=_read(said, "restart_after", units.seconds, name),
     )
 
 
@@ -73,8 +78,10 @@ def site(said: Mapping[str, Any], where: str) -> PlannedSite:
     step_s = _read(said, "step_time", units.seconds, where)
     if up is None or down is None:
         raise ConfigError(f"{where}: a site must have a link: link, or up and down; e.g. 200mbit")
+    if step_s is None:
+        raise ConfigError(f"{where}: a site must have a step_time, e.g. 3s")
     if not step_s:
-        raise ConfigError(f"{where}: a site must have a step_time above 0, e.g. 3s")
+        raise ConfigError(f"{_called(where, 'step_time')} must be above 0, got {said['step_time']!r}; e.g. 3s")
     workers = said.get("workers", 1)
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise ConfigError(f"{where}: workers must be a whole number from 1 up, got {workers!r}")
@@ -82,9 +89,24 @@ def site(said: Mapping[str, Any], where: str) -> PlannedSite:
     return PlannedSite(str(said["name"]), up, down, latency_s, step_s, workers)
 
 
-def _check_keys(said: Mapping[str, Any], known: frozenset[str], where: str) -> None:
+def check_keys(said: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     if unknown := sorted(said.keys() - known):
-        raise ConfigError(f"{where}: {unknown[0]!r} is not known; known: {', '.join(sorted(known))}")
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"{where}: {unknown[0]!r} is not known; {meant}known: {', '.join(sorted(known))}")
+
+
+def read_toml(name: str, *, otherwise: str) -> dict[str, Any]:
+    """`otherwise`: what to do if there is no such file."""
+    path = Path(name)
+    try:
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise ConfigError(f"{name} must be a TOML file of at most {MOST_FILE_BYTES >> 20} MiB")
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no file {name}; {otherwise}") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{name} cannot be read as TOML: {error}") from error
 
 
 def _text(said: Mapping[str, Any], key: str, where: str) -> str | None:
@@ -96,7 +118,12 @@ def _text(said: Mapping[str, Any], key: str, where: str) -> str | None:
 
 def _read(said: Mapping[str, Any], key: str, read: Callable[[str, str], T], where: str) -> T | None:
     text = _text(said, key, where)
-    return None if text is None else read(text, f"{where}: {key}")
+    return None if text is None else read(text, _called(where, key))
+
+
+def _called(where: str, key: str) -> str:
+    """What the user would change."""
+    return FLAGS.get(key, f"--{key.replace('_', '-')}") if where == COMMAND_LINE else f"{where}: {key}"
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
@@ -126,7 +153,9 @@ def from_status(status: ServerStatus | PeerStatus, address: str) -> Source:
     measured = sorted(steps.keys() & (up.keys() | down.keys()) & status.workers.keys())
     if not measured:
         raise ConfigError(
-            f"{address} has not measured the speed of a worker and its link yet; ask again after the first rounds"
+            f"{address} must have measured the speed and the link of one worker at least, and has not; ask again after "
+            f"the first rounds. A link is measured by pieces of {SMALLEST_BYTES >> 10} KiB and more: for a smaller "
+            "model take the rates that outerstep doctor measures, and give them with --link-up and --link-down"
         )
     usual_s = median(steps[name] for name in measured)
     usual_up, usual_down = (

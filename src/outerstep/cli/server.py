@@ -69,6 +69,8 @@ def server(found: Found) -> None:
         log.warning("%s", warning)
     with Stopping(partial(say, as_json=command.log_json)) as stopping:
         made = make_server(found, config, command)
+        if command.above is not None:
+            made.expect_layer_above()
         stopping.gently(made.request_stop)
         try:
             _serve(made, config, command, console)

@@ -87,7 +87,7 @@ def show(scenario: FleetScenario, report: FleetReport, console: Console) -> None
         console.print(f"between them:     {_said(scenario.across, 'rounds of theirs')}", highlight=False)
     else:
         console.print(f"server: {_said(scenario.across, 'steps')}", highlight=False)
-    planned = "" if report.planned is None else f"; planned, if nothing fails: {100 * report.planned:.1f} %"
+    planned = "" if report.planned is None else f"; planned: {100 * report.planned:.1f} %"
     console.print(f"[bold]Useful work: {100 * report.useful_share:.1f} %[/bold] of all workers' time{planned}")
     console.print(_time_table(report))
     console.print(_layer_table(report.layers))
@@ -156,9 +156,12 @@ def _check_plot(name: str) -> None:
     if not folder.is_dir():
         raise ConfigError(f"--plot {shlex.quote(name)} cannot be written: {folder} is no folder")
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ConfigError(f"--plot needs matplotlib; to install it: {install_line('demo')}") from error
+    kind = Path(name).suffix.removeprefix(".")
+    if kind and kind.lower() not in FigureCanvasBase.filetypes:
+        raise ConfigError(f"--plot must be a file of a kind that matplotlib writes, got {kind!r}; e.g. fleet.png")
 
 
 def draw(report: FleetReport, file: Path) -> None:
@@ -182,9 +185,12 @@ def draw(report: FleetReport, file: Path) -> None:
         fontsize=10,
     )
     ran = [(each.at_s, each.in_model_s) for each in report.moments if each.at_s > 0.0]
-    useful.plot([at / 3600.0 for at, _ in ran], [100.0 * done / (report.workers * at) for at, done in ran])
+    so_far = [100.0 * done / (report.workers * at) for at, done in ran]
+    useful.plot([at / 3600.0 for at, _ in ran], so_far, label="so far")
     if report.planned is not None:
-        useful.axhline(100.0 * report.planned, color="#57606a", linewidth=1.0, linestyle=":")
+        useful.axhline(100.0 * report.planned, color="#57606a", linewidth=1.0, linestyle=":", label="planned")
+    useful.legend(loc="lower right", fontsize=8)
+    useful.set_xlim(hours[0], hours[-1])
     useful.set_ylabel("time so far that is in a model, %")
     useful.set_xlabel("hours")
     useful.set_ylim(0.0, 100.0)

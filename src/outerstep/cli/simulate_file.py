@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from ..coordination.cost import NOMINAL, NONE, Line
+from ..coordination.failures import Failures
 from ..coordination.planning import Choice
-from ..coordination.planning.situation import LOCAL_NETWORK
+from ..coordination.planning.situation import HEARTBEAT_TIMEOUT_S, LOCAL_NETWORK
 from ..errors import ConfigError
 from ..simulate.fleet.scenario import (
     DEFAULT_POOL_BYTES,
     Churn,
-    Failures,
     FleetClusters,
     FleetScenario,
     LayerSetting,
@@ -22,7 +20,7 @@ from ..simulate.fleet.scenario import (
     recommended,
 )
 from . import units
-from .plan_sources import MOST_FILE_BYTES
+from .plan_sources import check_keys, read_toml
 
 T = TypeVar("T")
 TOP_KEYS: Final = frozenset(
@@ -40,13 +38,7 @@ CLUSTER_KEYS: Final = frozenset(
 
 def read_scenario(name: str, *, seed: int | None = None, hours: float | None = None) -> FleetScenario:
     """`seed`, `hours`: instead of the file's."""
-    path = Path(name)
-    try:
-        if path.stat().st_size > MOST_FILE_BYTES:
-            raise ConfigError(f"{name} must be a TOML file of at most {MOST_FILE_BYTES >> 20} MiB")
-        said = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{name} cannot be read as TOML: {error}") from error
+    said = read_toml(name, otherwise="outerstep plan … --scenario FILE writes one")
     given = Table(said, name, TOP_KEYS)
     clusters = tuple(_clusters(given, name))
     server, plan, inside = (
@@ -60,6 +52,9 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
     parameters = given.read("params", units.count)
     if parameters is None:
         raise ConfigError(f'{name} must have params, the size of the model; e.g. params = "1B"')
+    heartbeat_s = given.seconds("heartbeat", 30.0)
+    noticed_s = given.seconds("heartbeat_timeout", max(HEARTBEAT_TIMEOUT_S, 3.0 * heartbeat_s))
+    failures, topology = _failures(given), given.text("topology")
     overheads = NONE if given.flag("ideal") else NOMINAL
     chosen = recommended(
         parameters,
@@ -68,16 +63,19 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
             plan.whole("sync_every", None),
             plan.text("codec"),
             plan.whole("fragments", None),
-            plan.whole("delay", None),
+            plan.whole("delay", None) if topology != "hierarchy" else None,
             inside_every=inside.whole("sync_every", None),
+            inside_codec=inside.text("codec"),
+            rounds_delay=plan.whole("delay", None),
         ),
         overheads.with_servers(speed),
         server_in_bytes_per_s=into,
         server_out_bytes_per_s=out,
         target=given.read("target", units.share) or 0.95,
-        topology=given.text("topology"),
+        topology=topology,
+        failures=failures,
+        noticed_s=noticed_s,
     )
-    heartbeat_s = given.seconds("heartbeat", 30.0)
     return FleetScenario(
         parameters=parameters,
         clusters=clusters,
@@ -87,7 +85,7 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
         hours=given.number("hours", 1.0, least=0.0, most=1e6) if hours is None else hours,
         seed=(given.whole("seed", 0) or 0) if seed is None else seed,
         heartbeat_s=heartbeat_s,
-        heartbeat_timeout_s=given.seconds("heartbeat_timeout", max(120.0, 3.0 * heartbeat_s)),
+        heartbeat_timeout_s=noticed_s,
         start_deadline_s=given.seconds("start_deadline", 600.0),
         wait_above_s=given.seconds("wait_above", 60.0),
         server_in_bytes_per_s=into,
@@ -95,7 +93,7 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
         overheads=overheads,
         server_speed=speed,
         pool_bytes=server.read("pool", size_bytes) or DEFAULT_POOL_BYTES,
-        failures=_failures(given),
+        failures=failures,
         churn=_churn(given),
         liars=_liars(given),
         why=chosen.why,
@@ -138,29 +136,31 @@ def _clusters(given: Table, name: str) -> list[FleetClusters]:
 
 
 def _setting(table: Table, chosen: LayerSetting) -> LayerSetting:
-    """What the planner chose, and how rounds close."""
+    """What the planner chose, unless the file says otherwise."""
     sync_every, codec = chosen.sync_every, table.text("codec") or chosen.codec
     fragments = table.whole("fragments", None) or chosen.num_fragments
     delay = table.whole("delay", None)
+    is_planned = not {"quorum", "deadline"} & table.said.keys()  # when rounds close
+    waits_for_all = table.said.get("quorum", "all") == "all"
     return LayerSetting(
         sync_every,
         codec,
         fragments,
         chosen.delay if delay is None else delay,
-        quorum=table.read("quorum", _share),
-        grace_s=table.seconds("grace", 0.0),
+        quorum=chosen.quorum if is_planned else None if waits_for_all else table.read("quorum", _share),
+        grace_s=table.seconds("grace", chosen.grace_s if is_planned else 0.0),
         round_deadline_s=table.seconds("deadline", 0.0) if "deadline" in table.said else None,
     )
 
 
 def _failures(given: Table) -> Failures:
     table = given.table("failures", frozenset({"per_hour", "restart"}))
-    return Failures(table.read("per_hour", _rate_per_hour) or 0.0, table.seconds("restart", 600.0))
+    return Failures(table.read("per_hour", _share) or 0.0, table.seconds("restart", 600.0))
 
 
 def _churn(given: Table) -> Churn:
     table = given.table("churn", frozenset({"per_hour", "away"}))
-    return Churn(table.read("per_hour", _rate_per_hour) or 0.0, table.seconds("away", 600.0))
+    return Churn(table.read("per_hour", _share) or 0.0, table.seconds("away", 600.0))
 
 
 def _liars(given: Table) -> Liars:
@@ -170,10 +170,7 @@ def _liars(given: Table) -> Liars:
 
 def _share(text: str, what: str) -> float:
     """ "5%" or "0.05"; 0 too."""
-    return 0.0 if text.strip() in ("0", "0%") else units.share(text, what)
-
-
-_rate_per_hour = _share
+    return units.share(text, what, zero=True)
 
 
 def size_bytes(text: str, what: str) -> int:
@@ -186,8 +183,7 @@ class Table:
     """One table of the file. Every value is checked by its type, and named where it is wrong."""
 
     def __init__(self, said: Mapping[str, Any], where: str, known: frozenset[str]) -> None:
-        if unknown := sorted(said.keys() - known):
-            raise ConfigError(f"{where}: {unknown[0]!r} is not known; known: {', '.join(sorted(known))}")
+        check_keys(said, known, where)
         self.said, self.where = said, where
 
     def table(self, key: str, known: frozenset[str]) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from ..errors import ConfigError
@@ -15,6 +15,7 @@ RATES: Final = {  # to bytes per second
     **{f"{prefix}bit": scale / 8 for prefix, scale in (("k", 1e3), ("m", 1e6), ("g", 1e9))},
     **{f"{prefix}b/s": scale for prefix, scale in (("k", 1e3), ("m", 1e6), ("g", 1e9))},
 }
+RATE_NAMES: Final = ("kbit", "mbit", "gbit", "kB/s", "MB/s", "GB/s")  # bits and bytes as people tell them apart
 TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 
 
@@ -26,7 +27,7 @@ def count(text: str, what: str) -> int:
 def rate(text: str, what: str) -> float:
     """In bytes per second. "200mbit", "1gbit", "25MB/s": the case does not matter, bits and bytes are told apart by
     their names."""
-    return _read(text, what, RATES, "a rate such as 200mbit, 1gbit or 25MB/s")
+    return _read(text, what, RATES, "a rate such as 200mbit, 1gbit or 25MB/s", names=RATE_NAMES)
 
 
 def seconds(text: str, what: str) -> float:
@@ -34,18 +35,26 @@ def seconds(text: str, what: str) -> float:
     return _read(text, what, TIMES, "a time such as 50ms or 3s", zero=True)
 
 
-def share(text: str, what: str) -> float:
+def share(text: str, what: str, *, zero: bool = False) -> float:
     """ "95%" or "0.95"."""
-    return round(_read(text, what, {"": 1.0, "%": 0.01}, "a share such as 95% or 0.95"), 9)
+    return round(_read(text, what, {"": 1.0, "%": 0.01}, "a share such as 95% or 0.95", zero=zero), 9)
 
 
 def _read(
-    text: str, what: str, units: Mapping[str, float], wanted: str, *, upper: bool = False, zero: bool = False
+    text: str,
+    what: str,
+    units: Mapping[str, float],
+    wanted: str,
+    *,
+    upper: bool = False,
+    zero: bool = False,
+    names: Sequence[str] = (),
 ) -> float:
+    """`names`: of the units, if they are written in another way than they are looked up."""
     found = _NUMBER.match(text.strip())
     unit = (found[2].upper() if upper else found[2].lower()) if found else ""
     if found is None or unit not in units:
-        raise ConfigError(f"{what} must be {wanted}, got {text!r}; units: {', '.join(u for u in units if u)}")
+        raise ConfigError(f"{what} must be {wanted}, got {text!r}; units: {', '.join(names or filter(None, units))}")
     value = float(found[1]) * units[unit]
     if not math.isfinite(value) or value < 0.0 or (value == 0.0 and not zero):
         raise ConfigError(f"{what} must be above 0, got {text!r}")

@@ -12,7 +12,7 @@ UNREACHABLE = re.compile(r"no answer from (\S+?):? to ")
 def usage_line(error: Any, words: list[str]) -> str:
     """`error`: of typer. `words`: what was typed behind `outerstep`."""
     message = str(error.format_message()).strip().rstrip(".")
-    message = message[:1].lower() + message[1:]
+    message = message[:1].lower() + message[1:].replace(": Value error, ", ": ", 1)  # the parser's own words
     return message if message.endswith("?") else f"{message}; {_remedy(error, error.ctx, words)}"
 
 

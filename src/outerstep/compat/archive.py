@@ -159,7 +159,7 @@ def _directory(data: memoryview, *, max_records: int) -> dict[str, tuple[int, in
     return records
 
 
-class _Entry(NamedTuple):
+class _ZipEntry(NamedTuple):
     name: str
     method: int
     packed: int
@@ -184,8 +184,8 @@ def _central(data: memoryview) -> tuple[int, int, int]:
     return count, begin, begin + size
 
 
-def _entries(data: memoryview, count: int, at: int, end: int) -> list[_Entry]:
-    made: list[_Entry] = []
+def _entries(data: memoryview, count: int, at: int, end: int) -> list[_ZipEntry]:
+    made: list[_ZipEntry] = []
     for _ in range(count):
         facts = _ENTRY.unpack(data[at : at + _ENTRY.size])
         magic, method, packed, size = facts[0], facts[4], facts[8], facts[9]
@@ -197,7 +197,7 @@ def _entries(data: memoryview, count: int, at: int, end: int) -> list[_Entry]:
         name = bytes(data[begin : begin + name_bytes]).decode("utf-8", "replace")
         extra = data[begin + name_bytes : begin + name_bytes + extra_bytes]
         size, packed, header = _wide(extra, [size, packed, header])
-        made.append(_Entry(name, method, packed, size, header))
+        made.append(_ZipEntry(name, method, packed, size, header))
     return made
 
 
@@ -214,7 +214,7 @@ def _wide(extra: memoryview, values: list[int]) -> list[int]:
     return values
 
 
-def _span(data: memoryview, entry: _Entry) -> tuple[int, int]:
+def _span(data: memoryview, entry: _ZipEntry) -> tuple[int, int]:
     local = data[entry.header : entry.header + _LOCAL.size]
     facts = _LOCAL.unpack(local) if len(local) == _LOCAL.size else (b"",)
     if facts[0] != b"PK\x03\x04":

@@ -14,7 +14,7 @@ from .effects import Needs
 SHIPPED = "nesterov"
 
 
-class _Told(Protocol):
+class _OuterSettings(Protocol):
     """A server, or a worker without one."""
 
     @property
@@ -29,18 +29,18 @@ class _Told(Protocol):
     def outer_options(self) -> str | None: ...
 
 
-def is_named(told: _Told) -> bool:
+def is_named(told: _OuterSettings) -> bool:
     """Does another optimizer than the one that ships take the step?"""
     return told.outer_optimizer not in (None, SHIPPED)
 
 
-def check_momentum_inside(told: _Told, *, insists: bool) -> None:
+def check_momentum_inside(told: _OuterSettings, *, insists: bool) -> None:
     """Of a cluster, whose outer step is the plain mean unless somebody says otherwise."""
     momentum = math.nan if is_named(told) else told.outer_momentum or 0.0
     check_inner_momentum(momentum, told.outer_optimizer or SHIPPED, insists=insists)
 
 
-def outer_arguments(told: _Told) -> dict[str, Any]:
+def outer_arguments(told: _OuterSettings) -> dict[str, Any]:
     """What an optimizer by name is made with: `outer_options`, and the three settings that have names of their own, as
     far as they are said."""
     given = read_options(told.outer_options or "")
@@ -59,7 +59,7 @@ def outer_arguments(told: _Told) -> dict[str, Any]:
 BY_NAME = Needs("an outer_optimizer by name (nesterov has outer_lr, outer_momentum and nesterov)", is_named)
 
 
-def check_outer_step(told: _Told) -> None:
+def check_outer_step(told: _OuterSettings) -> None:
     if told.outer_options is not None and not is_named(told):
         raise ConfigError(f"outer_options ({told.outer_options!r}) needs {BY_NAME.text}: leave it out")
     outer_arguments(told)

@@ -270,6 +270,8 @@ class ServerConfig(Checked):
         "Contributions of theirs that are refused for what they are, of which one worker has a tenth.")
     max_bytes_per_minute: Positive | None = setting(None, LIMITS,
         "Bytes of contributions that newcomers with one token may send, and as many each other worker.", "any number")
+    max_hashed_per_minute: Positive = setting(QuotaLimits.hashed, LIMITS,
+        "Bytes that are hashed for jobs of newcomers with one token, and as many for each other worker; or one model.")
     max_open_uploads: Positive = setting(QuotaLimits.open_uploads, LIMITS,
         "Contributions of newcomers with one token that may be on their way in.")
     pool_bytes: Positive | None = setting(None, LIMITS,
@@ -354,6 +356,7 @@ class ServerConfig(Checked):
             refused=self.max_refused_per_minute,
             bytes=self.max_bytes_per_minute,
             open_uploads=self.max_open_uploads,
+            hashed=self.max_hashed_per_minute,
         )
 
     @property

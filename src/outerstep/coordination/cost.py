@@ -3,7 +3,7 @@
     T       = up_bytes·(s/byte up) + down_bytes·(s/byte down) + round trips·latency + slow starts
               + own work of server and worker
     waiting = P · max(0, T/P − min(τ, H/P)·t)                 P fragments, each adopted τ steps of t seconds later
-    utilization = compute / (compute + waiting + the worker's own arithmetic),       compute = H·t
+    utilization = compute / (compute + waiting + the worker's own arithmetic + what failures take),       compute = H·t
 
 τ = 0 is the blocking exchange. Between two fragments lie H/P steps, so a longer delay hides no more than that: the next
 fragment queues behind this one. In a hierarchy the round of one level is the step of the next, and the utilizations
@@ -22,6 +22,7 @@ from typing import Final
 
 from ..errors import ConfigError
 from ..lanes import FEWEST
+from .failures import Losses
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
@@ -225,9 +226,12 @@ def exchange_s(
 
 @dataclass(frozen=True)
 class RoundCost:
+    """`lost_s`: in which the mean member was away, or took steps that died with it; the round took no longer for it."""
+
     compute_s: float
     waiting_s: float  # for the exchange
     own_s: float  # arithmetic of the exchange in the training thread
+    lost_s: float = 0.0
 
     @property
     def wall_s(self) -> float:
@@ -235,7 +239,8 @@ class RoundCost:
 
     @property
     def utilization(self) -> float:
-        return self.compute_s / self.wall_s if self.wall_s > 0.0 else 1.0
+        spent_s = self.wall_s + self.lost_s
+        return self.compute_s / spent_s if spent_s > 0.0 else 1.0
 
 
 def round_cost(
@@ -243,6 +248,12 @@ def round_cost(
 ) -> RoundCost:
     """`hidden_s`: how long training goes on while a fragment travels, min(τ, H/P)·t; 0 = blocking."""
     return RoundCost(compute_s, num_fragments * max(0.0, fragment_s - hidden_s), own_s)
+
+
+def with_failures(cost: RoundCost, losses: Losses, hidden_s: float) -> RoundCost:
+    """Training that goes on for so long hides waiting for those that died, too."""
+    waiting_s = cost.waiting_s + max(0.0, losses.waiting_s(cost.wall_s) - hidden_s)
+    return replace(cost, waiting_s=waiting_s, lost_s=losses.lost_s(cost.wall_s))
 
 
 def hidden_s(sync_every: int, num_fragments: int, delay: int, step_s: float) -> float:

@@ -100,16 +100,34 @@ class LeaseTable:
         if not granted and message.want and self._cut_back(worker_id, crowd):
             granted = self._grant(worker_id, min(message.want, self._share(worker_id, crowd, waits=message.waits)))
         self.shares.granted(worker_id, granted.total)
-        left = self.free.total + self.unclaimed.total + self.end - self.next
-        over = not granted and not left
+        over = not granted and self._is_over_for(message, now)
         answer = LeaseAnswer(
             state="over" if over else "more",
             granted=tuple(granted),
             void=tuple(void)[:MOST_RANGES],
             retry_after_s=0.0 if granted or over else ASK_AGAIN_S,
+            waiting_for="" if granted or over else self._waiting_for(),
         )
         self._answered[worker_id] = message.number, answer
         return answer
+
+    def _is_over_for(self, message: Lease, now: float) -> bool:
+        """It was granted nothing. Will there ever be anything?"""
+        return not self._left
+
+    def _waiting_for(self) -> str:
+        """Why somebody who wants units is granted none, in words; "" = others have them."""
+        return ""
+
+    @property
+    def _untouched(self) -> int:
+        """How many nobody was ever leased."""
+        return self.end - self.next
+
+    @property
+    def _left(self) -> int:
+        """How many could be leased, or may be after a while."""
+        return self.free.total + self.unclaimed.total + self._untouched
 
     def _reconcile(self, worker_id: str, holds: Ranges) -> None:
         """What it was leased and does not hold goes back: the answer was lost, or it has lost its memory. What it holds
@@ -135,16 +153,19 @@ class LeaseTable:
         room = HELD_PIECES - self.held.get(worker_id, NONE).pieces
         pieces: list[Range] = list(self.free.first(count))[: max(min(MOST_PIECES, room), 0)]
         count -= sum(end - begin for begin, end in pieces)
-        fresh = min(count, self.end - self.next)
-        if fresh > 0 and room > 0:
-            pieces.append((self.next, self.next + fresh))
-            self.next += fresh
-            if self.next > self.reserved:
-                ahead = RESERVE if self.dataset.again else 0
-                self.reserved, self.to_note = min(self.next + ahead, self.end), True
+        if count > 0 and room > 0:
+            pieces += self._take_new(count)
         granted = Ranges(pieces)
         self._hand_over(worker_id, granted)
         return granted
+
+    def _take_new(self, count: int) -> list[Range]:
+        """Of those that nobody was ever leased."""
+        begin, self.next = self.next, min(self.next + count, self.end)
+        if self.next > self.reserved:
+            ahead = RESERVE if self.dataset.again else 0
+            self.reserved, self.to_note = min(self.next + ahead, self.end), True
+        return [(begin, self.next)]
 
     def _share(self, worker_id: str, crowd: Crowd, *, waits: bool) -> int:
         """How many more it may have, so that all of them come to the end together: its part, by speed, of all that is
@@ -158,7 +179,7 @@ class LeaseTable:
         usual = sum(known) / len(known) if known else 1.0
         mine = crowd.untrained(worker_id, hands[worker_id])
         left = sum(crowd.untrained(name, hand) for name, hand in hands.items())
-        total = self.free.total + self.end - self.next + left
+        total = self.free.total + self._untouched + left
         share = int(total * (paces[worker_id] or usual) / sum(pace or usual for pace in paces.values()) - mine + 0.5)
         room = max(crowd.room(worker_id, hands[worker_id]), 0.0)
         return int(min(max(share, int(waits or not hands[worker_id])), room))
@@ -172,8 +193,8 @@ class LeaseTable:
     def _cut_back(self, worker_id: str, crowd: Crowd) -> bool:
         """Nothing is left for this one: what others hold beyond all need goes back, the last places first. (One-way,
         nothing ever does.) Did something?"""
-        left, before = self.free.total + self.unclaimed.total + self.end - self.next, self.free
-        if left or not self.dataset.again or not self.dataset.epochs:
+        before = self.free
+        if self._left or not self.dataset.again or not self.dataset.epochs:
             return False
         for name in crowd:
             excess = 0.0 if name == worker_id else -crowd.room(name, self._hand(name))
@@ -231,6 +252,9 @@ class LeaseTable:
             open_round = self.pending.setdefault((fragment, version), {})
             open_round[worker_id] = open_round.get(worker_id, NONE) | brought
             self._hands.pop(worker_id, None)
+
+    def accept_parts(self, fragment: int, version: int, places: Places) -> None:
+        """The contribution may hold a part of these. (Who gives nothing up need not know.)"""
 
     def _note_brought(self, worker_id: str, units: int, now: float) -> None:
         self.shares.brought(worker_id, units, now)
@@ -473,7 +497,7 @@ class Leases:
                     f"dataset {wanted.name!r} must never be leased twice, and this server does not record each round",
                     hint="start the server with --durability round, or leave out again=False",
                 )
-            table = self.tables[wanted.name] = self.table_type(wanted, message.worker_id)
+            table = self.tables[wanted.name] = self._kind(None)(wanted, message.worker_id)
             table.to_note = True
         for field in Dataset.__struct_fields__:
             ours, theirs = getattr(table.dataset, field), getattr(wanted, field)
@@ -483,6 +507,10 @@ class Leases:
                     hint="all workers of a run train the same data; give another dataset another name",
                 )
         return table.lease(message, now, live)
+
+    def _kind(self, facts: Mapping[str, Any] | None) -> type[LeaseTable]:
+        """Of a new table, or of one that is remembered like this."""
+        return self.table_type
 
     def _make_room(self, name: str, owner: str, live: Collection[str]) -> None:
         """An id belongs to a key, so it is names per id that are few: one worker cannot take all."""
@@ -522,6 +550,8 @@ class Leases:
             table = self.tables.get(trained.dataset)
             if table is not None:
                 table.accept(offer.worker_id, offer.fragment, version, trained.places, now)
+                if trained.begun:
+                    table.accept_parts(offer.fragment, version, trained.begun)
 
     def closed(self, fragment: int, version: int, left_out: Iterable[str], fragments: int) -> list[Event]:
         without = set(left_out)
@@ -546,7 +576,7 @@ class Leases:
     ) -> None:
         """`live`: who is expected back."""
         for one in facts:
-            table = self.table_type.resumed(one, claimable_until, forgetful=forgetful)
+            table = self._kind(one).resumed(one, claimable_until, forgetful=forgetful)
             self.tables[table.dataset.name] = table
             for worker_id in table.held.keys() - live:  # gone, with units in a round that was open then
                 table.gone(worker_id)

@@ -21,6 +21,7 @@ from ..coordination.worker.machine import Units, WorkerState
 from ..coordination.worker.units import LeasedWork, LeaseRequest
 from ..errors import Busy, ConfigError, OuterstepError, Refused, ServerError, Superseded, UnknownWorker, WorkerError
 from ..events import Event
+from ..printable import printable
 from ..topology.group.ranks import Ranks
 from ..topology.protocol import Lessor, SharesData
 from ..types import Dataset, LeaseAnswer, LeaseStatement, Trained
@@ -46,7 +47,7 @@ class Leased(Protocol):
     def belongs_to(self, data: LeasedData | None) -> None: ...
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _DrawnByRank0(msgspec.Struct, frozen=True):
     """What rank 0 drew: a place, and how many samples of a rank's part to leave out."""
 
     drawn: tuple[int, int] | None
@@ -71,6 +72,7 @@ class LeasedData:
         self._changed = threading.Condition()
         self._lessor: Lessor | None = None
         self._failure: OuterstepError | None = None
+        self._waiting_for: dict[str, str] = {}  # by dataset, what the last request was granted nothing for
         self._ended = self._is_shared = False
         self._samples = 0  # delivered since the last step
         self._heard_of, self._unheard = False, 0  # was anything delivered? And steps without, though it was drawn
@@ -181,7 +183,7 @@ class LeasedData:
                 f"{name!r}: the ranks of a group cannot share a shard of unknown size; lease samples, or let each rank "
                 "be a worker of its own (group='off')"
             )
-        told = self._ranks.tell(lambda: _Told(self._draw_alone(name, epoch, measured=True)), _Told)
+        told = self._ranks.tell(lambda: _DrawnByRank0(self._draw_alone(name, epoch, measured=True)), _DrawnByRank0)
         drawn = told.drawn
         if drawn is not None and self._ranks.rank != 0:
             with self._changed:
@@ -202,8 +204,8 @@ class LeasedData:
                 self._changed.notify_all()
                 self._changed.wait(LOOK_EVERY_S)
                 if not said and time.monotonic() - began_at > SAY_SO_S:
-                    said = True
-                    log.info("waiting for data: no unit of %r is leased to this worker", name)
+                    said, why = True, self._waiting_for.get(name, "")
+                    log.info("waiting for %s: no unit of %r is leased to this worker", printable(why) or "data", name)
             return self._work.draw(name, epoch, measured=measured)
 
     def _draw_shared(
@@ -306,7 +308,7 @@ class LeasedData:
                 self._changed.notify_all()
             return max(getattr(error, "retry_after_s", 0.0), RETRY_S)
         with self._changed:
-            self._failure = None
+            self._failure, self._waiting_for[request.dataset.name] = None, answer.waiting_for
             self._work.answered(request, answer)
             self._changed.notify_all()
         return RETRY_S if answer.state == "over" else answer.retry_after_s

@@ -45,7 +45,7 @@ class LeasedShards(LeasedSampler):
         return self._worker_data.measured(self.spec.name, samples)
 
 
-class _Shards(Dataset[list[Any]]):
+class _WholeShards(Dataset[list[Any]]):
     """Whole shards, for the loader's processes."""
 
     def __init__(self, shards: Sequence[Any], read: Read) -> None:
@@ -83,7 +83,7 @@ class LeasedStream:
             settings = {"prefetch_factor": 1, **settings}
         # batch_size None: an item is a shard, and stays one
         self._loader = DataLoader(
-            _Shards(shards, read), batch_size=None, sampler=data, collate_fn=_as_it_is, **settings
+            _WholeShards(shards, read), batch_size=None, sampler=data, collate_fn=_as_it_is, **settings
         )
         self._data, self._collate = data, collate_fn
         self._batch_size, self._drop_last = batch_size, drop_last

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ..coordination.layers.between import LayerTerms
 from ..coordination.server.claims import ClaimedWork
+from ..coordination.sub_leases import LayerLeases
 from ..errors import OuterstepError
 from ..types import Manifest
 
@@ -42,15 +43,16 @@ class NotKept(OuterstepError):
 class Hearing(Protocol):
     """A leader, as the layer below sees it."""
 
-    def began(self, target: Mapping[str, Tensor], *, is_new: bool) -> None:
+    def began(self, target: Mapping[str, Tensor], *, is_new: bool, versions: Mapping[int, int] | None = None) -> None:
         """T by name, copied before this returns; `Below.manifest` and `.fragments` are known from now on. `is_new`: the
-        layer's own run begins with it: what members learn from now on is to go up."""
+        layer's own run begins with it: what members learn from now on is to go up. `versions`: of which it is, by
+        fragment."""
 
     def cannot(self, why: str) -> None:
         """This layer can have no layer above; said instead of `began`."""
 
-    def published(self, target: Mapping[str, Tensor]) -> None:
-        """There is a new version of these tensors, copied before this returns."""
+    def published(self, target: Mapping[str, Tensor], versions: Mapping[int, int] | None = None) -> None:
+        """There is a new version of these tensors, copied before this returns. `versions`: which, by fragment."""
 
     def round_closed(self, fragment: int = 0) -> None:
         """With members in it. (Not told of versions that came from above.) Rounds of the first fragment are the steps
@@ -61,12 +63,25 @@ class Hearing(Protocol):
         """The last member has left."""
 
 
+class LeasesBelow(Protocol):
+    """The lease tables of the layer below."""
+
+    leases: LayerLeases
+
+    def change(self, change: Callable[[float, Collection[str]], bool]) -> None:
+        """With the tables to itself: `change(now, members that are here)`, which says whether they must be recorded."""
+
+
 class Below(Protocol):
     """The layer below, as its leader sees it."""
 
     record_may_be_old: bool
     """May `kept` be an earlier record than the last one, with T as it was then? A server's folder has both as they were
     last; a job may be restarted from states that it saved long before."""
+
+    @property
+    def data(self) -> LeasesBelow | None:
+        """What leases data to the members; None: nothing does."""
 
     @property
     def terms(self) -> LayerTerms:

@@ -41,6 +41,7 @@ class Cluster(Leader):
     ) -> None:
         """Settings: those of `Leader`. `relay`: pass bytes on for other clusters, to the same layer above.
         `inner_momentum`: insist on an outer_momentum of the server's above 0, for a run above that has none."""
+        server.expect_layer_above()
         below = ServerBelow(server)
         check_inner_momentum(below.terms.momentum, server.config.outer_optimizer, insists=inner_momentum)
 

@@ -17,6 +17,8 @@ Before each offer and before each move from above the layer below keeps the lead
     serial     the number of that move, or of the next one
     moved      by fragment: the last move that is in T
     version    of the layer below
+    data       of the leases above (coordination/layers/sub_leasing.py), and which versions of the layer below are in
+               what was sent
     rounds     up to that version that are no steps of the worker above yet
 
 Whoever leads next resumes from it as a worker does. A move that the layer below knows by its serial number is in T; any
@@ -39,6 +41,7 @@ from torch import Tensor
 from ..coordination.layers.between import check_patience, wait_for_above_s, warnings_about
 from ..coordination.layers.machine import ClusterMachine, RecordFacts
 from ..coordination.layers.pace import RoundPace
+from ..coordination.layers.sub_leasing import SubLeasing
 from ..coordination.layers.tasks import (
     ClusterTask,
     ContributeRest,
@@ -62,7 +65,9 @@ from ..coordination.layers.tasks import (
 )
 from ..coordination.server.claims import NOTHING
 from ..coordination.worker.exchange import Patience
-from ..errors import ConfigError, Fenced, Kicked, OuterstepError
+from ..coordination.worker.machine import Units
+from ..coordination.worker.units import LeaseRequest
+from ..errors import ConfigError, ExchangeFailed, Fenced, Kicked, OuterstepError
 from ..lanes import MOST
 from ..observe.status import AboveStatus
 from ..printable import printable
@@ -71,10 +76,11 @@ from ..topology.leadership import MoveRefused
 from ..topology.payload import KEPT, Memory
 from ..topology.server.build import OTHER_CONNECTIONS
 from ..topology.server.topology import ServerTopology
-from ..types import MemberFacts, Plan
+from ..types import LeaseAnswer, MemberFacts, Plan, Trained
 from ..wire.transport import Transport
 from ..worker import DiLoCoWorker
 from .below import Below, NotKept
+from .lease_thread import LeaseThread
 from .offers import UpwardTopology
 from .shadow import RoundsTaken, Shadow
 from .ways_up import WaysUp, transport_up
@@ -134,7 +140,10 @@ class Leader:
         self._is_awaited = True  # members may wait until it has joined, or found nobody
         self._is_silent = False  # it has stood down
         self._shadow: Shadow | None = None
+        self._is_new = False  # the layer's run began with this leader
         self._worker: DiLoCoWorker | None = None
+        self._data = SubLeasing(below.data.leases) if below.data is not None else None
+        self._lease_thread: LeaseThread | None = None
         self._topology: UpwardTopology | None = None
         self._thread = threading.Thread(target=self._live, name="outerstep-cluster", daemon=True)
 
@@ -201,18 +210,20 @@ class Leader:
 
     # --- what happens below; in the threads of that layer ------------------------------------------------------------
 
-    def began(self, target: Mapping[str, Tensor], *, is_new: bool) -> None:
+    def began(self, target: Mapping[str, Tensor], *, is_new: bool, versions: Mapping[int, int] | None = None) -> None:
         with self._news:
-            self._shadow = Shadow(self.below.manifest, target)
+            self._shadow, self._is_new = Shadow(self.below.manifest, target, versions), is_new
+            if self._data is not None:
+                self._data.begin(versions or {})
             self.machine.began(is_new=is_new)
             self._news.notify_all()
 
     def cannot(self, why: str) -> None:
         self._alone(why)
 
-    def published(self, target: Mapping[str, Tensor]) -> None:
+    def published(self, target: Mapping[str, Tensor], versions: Mapping[int, int] | None = None) -> None:
         assert self._shadow is not None
-        self._shadow.published(target)
+        self._shadow.published(target, versions or {})
 
     def round_closed(self, fragment: int = 0) -> None:
         with self._news:
@@ -245,6 +256,7 @@ class Leader:
                 self._release()
             if task is not None:
                 self._carry_out(task)
+        self._end_leasing()
         if self._worker is None and self._topology is not None:  # a worker closes it when it leaves
             self._topology.close()
 
@@ -326,8 +338,10 @@ class Leader:
                     log.warning("cluster %s is led by another process now: %s", self.name, why)
                 else:
                     log.error("cluster %s goes on alone, without the layer above: %s", self.name, why)
+                self._end_leasing()
                 if self._worker is not None:
                     self._worker.abandon(why)
+                self._with_data(lambda data: data.lost(why))
                 self._release()
         with self._news:
             machine.done()
@@ -358,7 +372,7 @@ class Leader:
             fragment_carry=True,  # what the members do while an agreement is under way is theirs
             exit_patience_s=EXIT_PATIENCE_S,
         )
-        worker.on_sent = self._sent
+        worker.on_sent, worker.describe_units = self._sent, self._describe
         saved, has_record = self._saved["worker"] if self._saved is not None else None, self._saved is not None
         was_here, gives_up = saved is not None, saved is not None and not resumes
         if gives_up:
@@ -379,10 +393,53 @@ class Leader:
                 "what this cluster sent last was recorded by nobody that is left: it goes on from the agreement"
             )
             shadow.forget(worker.plan.fragments[fragment])
+        if gives_up or overtaken or not (has_record or self._is_new):
+            self._with_data(lambda data: data.begin(shadow.versions, gives_up=True))
+        self._lease(worker)
         self._compare(worker.plan)
         self.below.joined(overtaken=gives_up or bool(overtaken))
         log.info("cluster %s has joined %s", self.name, redact(self._above))
         return saved is not None and any(fragment["contributions"] for fragment in saved["fragments"])
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def _with_data(self, act: Callable[[SubLeasing], object]) -> None:
+        """With the cluster's lease tables to itself. Not with `_news` held: the layer below holds the tables when it
+        tells its news."""
+        below, data = self.below.data, self._data
+        if below is None or data is None:
+            return
+
+        def change(now: float, live: Collection[str]) -> bool:
+            act(data)
+            noted, data.to_note = data.to_note, False
+            return noted
+
+        below.change(change)
+
+    def _lease(self, worker: DiLoCoWorker) -> None:
+        """From now on the layer above is asked for what members train."""
+        state = worker.machine_state
+        self._with_data(lambda data: data.exchanged(state))
+        below, data = self.below.data, self._data
+        if below is not None and data is not None and self._lease_thread is None:
+            self._lease_thread = LeaseThread(data, below.change, self._ask_above).start()
+
+    def _ask_above(self, request: LeaseRequest) -> LeaseAnswer:
+        topology = self._topology
+        if topology is None or self._is_silent:
+            raise ExchangeFailed("this cluster has not joined the layer above")
+        return topology.lease(request)
+
+    def _end_leasing(self) -> None:
+        """Before it leaves the layer above."""
+        if self._lease_thread is not None:
+            self._lease_thread.end()
+
+    def _describe(self, units: Units) -> tuple[Trained, ...]:
+        found: list[Trained] = []
+        self._with_data(lambda data: found.extend(data.describe(units)))
+        return tuple(found)
 
     def _check_patience(self, worker: DiLoCoWorker, topology: UpwardTopology) -> None:
         """Before anything says that this cluster was in the run above: once it was, a contradiction is warned of."""
@@ -447,10 +504,13 @@ class Leader:
                 self._count(worker)
                 self._step(worker, int(self._has_rest(worker)))
             case LeaveAbove():
+                self._end_leasing()
                 worker.stop()
             case _:
                 worker.force_sync()
         facts: dict[str, Any] = worker.sync_metrics
+        state = worker.machine_state
+        self._with_data(lambda data: data.exchanged(state))
         self._compare(worker.plan)
         with self._news:
             self._obey(worker)
@@ -533,6 +593,9 @@ class Leader:
         assert self._worker is not None
         with self._worker.own_change():
             self._shadow.follow()
+        versions, units = self._shadow.versions, list[tuple[int, int]]()
+        self._with_data(lambda data: units.extend(data.followed(versions)))
+        self._worker.trained(tuple(units))
 
     # --- what must survive -------------------------------------------------------------------------------------------
 
@@ -540,8 +603,11 @@ class Leader:
         shadow, worker, machine = self._shadow, self._worker, self.machine
         assert shadow is not None
         version = self.below.version()  # before the rounds are: rather one of them too many than one too few
+        versions, leased = dict(shadow.versions), dict[str, Any]()
+        self._with_data(lambda data: leased.update(data.state()))
         self.below.keep(
             {
+                "data": leased,
                 "worker": worker.state_dict() if worker is not None else None,
                 "serial": machine.serial,
                 "moved": machine.moved,
@@ -551,6 +617,7 @@ class Leader:
                 "before": {name: shadow.before[name] for name in shadow.moved_names(shadow.names)},
             }
         )
+        self._with_data(lambda data: data.kept(versions))
 
     def _read(self) -> None:
         shadow, saved = self._shadow, self.below.kept()
@@ -577,6 +644,9 @@ class Leader:
         for fragment, names in enumerate(self.below.fragments):
             if fragment in is_in:
                 shadow.is_in(names)
+        if saved.get("data"):
+            self._with_data(lambda data: data.load_state(saved["data"]))
+            shadow.versions = dict(self._data.versions) if self._data is not None else {}
         with self._news:  # what closes from here on is told afterwards: rather one of them too many than one too few
             rounds = saved.get("rounds", 0) + self.below.rounds_since(saved["version"])
             self.machine.restored(self._moving(), rounds=rounds)

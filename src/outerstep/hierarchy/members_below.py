@@ -39,6 +39,10 @@ RECORD, DONE = "record", "done"  # the leader's own; and how far the cluster was
 class MembersBelow:
     """(`Below`.) Of one term: a replica that is chosen again begins with another."""
 
+    @property
+    def data(self) -> None:
+        """Members lease from the table that they hold together."""
+
     def __init__(
         self,
         leadership: Leadership,

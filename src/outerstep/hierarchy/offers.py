@@ -81,7 +81,7 @@ class UpwardTopology:
         self._sent: dict[int, int] = {}  # or in the last contribution
         server = self._server
         self._manifest = manifest
-        self.catch_up, self.reopen = server.catch_up, server.reopen
+        self.catch_up, self.reopen, self.lease = server.catch_up, server.reopen, server.lease
         self.state_dict, self.load_state_dict = server.state_dict, server.load_state_dict
         self.close = server.close
         self.told_to_end = ""  # why

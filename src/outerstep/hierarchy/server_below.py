@@ -20,6 +20,7 @@ from ..errors import OuterstepError
 from ..events import Event, VersionPublished, WorkerDied, WorkerLeft
 from ..server import DiLoCoServer
 from ..server.outer_state import PROBE, momentum_of
+from ..server.service import ParameterService
 from ..server.store import FragmentStore
 from ..types import Control, Manifest, MemberFacts
 from .below import Hearing, NotKept
@@ -29,6 +30,13 @@ STATE_FILE = "above.safetensors"
 LOOK_S = 0.5
 
 
+class ServersLeases:
+    """(`LeasesBelow`.)"""
+
+    def __init__(self, service: ParameterService) -> None:
+        self.leases, self.change = service.coordinator.leases, service.change_leases
+
+
 class ServerBelow:
     """(`Below`.) Without a folder no record is kept: restarted, such a cluster begins with what the layer above has."""
 
@@ -36,6 +44,7 @@ class ServerBelow:
 
     def __init__(self, server: DiLoCoServer) -> None:
         self._service = server.service
+        self.data = ServersLeases(server.service)
         folder = server.service.writer.folder
         self._file: Path | None = folder.place / STATE_FILE if folder is not None else None
         self._leader: Hearing | None = None
@@ -93,12 +102,13 @@ class ServerBelow:
         target: dict[str, Tensor] = {}
         for store in self._service.stores:
             target |= store.targets_on_host()
-        self._leader.began(target, is_new=self._is_new)
+        versions = {store.index: store.state.version for store in self._service.stores}
+        self._leader.began(target, is_new=self._is_new, versions=versions)
         self._service.run.on_published = self._published
 
     def _published(self, store: FragmentStore) -> None:
         assert self._leader is not None
-        self._leader.published(store.targets_on_host())
+        self._leader.published(store.targets_on_host(), {store.index: store.state.version})
 
     # --- what the leader asks for ------------------------------------------------------------------------------------
 

@@ -33,8 +33,13 @@ class Shadow(nn.Module):
     """S, by the names of the run; tied tensors once. `averaged`: the names of the statistics, which are no sums of
     steps: T takes them over as they were agreed."""
 
-    def __init__(self, manifest: Manifest, target: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, manifest: Manifest, target: Mapping[str, Tensor], versions: Mapping[int, int] | None = None
+    ) -> None:
+        """`versions`: of the cluster's fragments, in `target`."""
         super().__init__()
+        self.newest_versions = dict(versions or {})  # in L
+        self.versions = dict(self.newest_versions)  # in B: what S holds of the cluster's own rounds
         self.names = tuple(spec.name for spec in manifest.parameters)
         self.averaged = frozenset(spec.name for spec in manifest.parameters if spec.role != "parameter")
         self._lock = threading.Lock()
@@ -58,9 +63,10 @@ class Shadow(nn.Module):
         else:
             module.register_parameter(leaf, nn.Parameter(values))
 
-    def published(self, target: Mapping[str, Tensor]) -> None:
+    def published(self, target: Mapping[str, Tensor], versions: Mapping[int, int]) -> None:
         """The cluster has made a version: L. From the thread that closes its rounds."""
         with self._lock:
+            self.newest_versions |= versions
             for name, values in target.items():
                 self.newest[name].copy_(values)
 
@@ -68,6 +74,7 @@ class Shadow(nn.Module):
     def follow(self) -> None:
         """S = B = L: every move from above is in T by now."""
         with self._lock:
+            self.versions = dict(self.newest_versions)
             for name in self.names:
                 self.before[name].copy_(self.newest[name])
                 self.tensors[name].copy_(self.newest[name])
@@ -93,6 +100,7 @@ class Shadow(nn.Module):
     def forget(self, names: Collection[str]) -> None:
         """B = T: T is to become S, whatever was learned."""
         with self._lock:
+            self.versions = dict(self.newest_versions)
             for name in names:
                 self.before[name].copy_(self.newest[name])
 

@@ -60,7 +60,7 @@ def transport_up(above: str, via: Sequence[str] = (), *, kept_connections: int, 
 
 
 @dataclass
-class _Busy:
+class _Burst:
     """The transfers of one way that are under way at the same time: together they show what it carries."""
 
     count: int = 0
@@ -92,7 +92,7 @@ class WaysUp:
         self._routing, self._connect, self._clock = routing, connect, clock
         self._lock = threading.Lock()
         self._made: dict[WayUp, HttpTransport] = {}
-        self._busy = {way: _Busy() for way in routing.ways}
+        self._busy = {way: _Burst() for way in routing.ways}
         self._sessions: dict[str, str] = {}
         self._spread = {True: 0, False: 0}  # connections that parts share, up and down
         self._ending = threading.Event()

@@ -184,7 +184,7 @@ class CheckedDiLoCo(DiLoCo):  # type: ignore[misc]  # torchft has no types
             )
 
 
-class _Fragment(nn.Module):
+class _FragmentModule(nn.Module):
     """The part of a module that torchft uses of a fragment: its parameters by name. They stay in the model."""
 
     def __init__(self, params: Mapping[str, nn.Parameter]) -> None:
@@ -197,10 +197,12 @@ class _Fragment(nn.Module):
         yield from self._by_name.items()
 
 
-def _fragments(model: nn.Module, count: int) -> list[_Fragment]:
+def _fragments(model: nn.Module, count: int) -> list[_FragmentModule]:
     """Every trainable parameter in exactly one, tied ones once; balanced by bytes."""
     params = dict(model.named_parameters())
-    return [_Fragment({name: params[name] for name in names}) for names in FragmentManager(model, count).fragments]
+    return [
+        _FragmentModule({name: params[name] for name in names}) for names in FragmentManager(model, count).fragments
+    ]
 
 
 def _copying(save: Callable[[], Any]) -> Callable[[], Any]:

@@ -154,6 +154,8 @@ class DataStatus(Struct, frozen=True, kw_only=True):
     done_by: dict[str, int] = {}
     leased_to: dict[str, int] = {}
     units_per_second: float = 0.0  # of those who train now
+    granted: int | None = None  # to this cluster by the layer above, and not done here; None: this run has none above
+    waiting_for: str = ""  # what workers that want units are granted none for
 
 
 class PeerMemberStatus(MemberStatus, frozen=True, kw_only=True):

@@ -16,13 +16,18 @@ PIECE_VALUES = 16 * LEAF_VALUES
 
 def box_hashes(params: Mapping[str, Tensor], tiling: FragmentTiling) -> tuple[str, ...]:
     """Per section: the root over the leaves of its boxes (digest.py), each box counting as a tensor."""
-    known: dict[tuple[str, Cutout], bytes] = {}  # of boxes that several sections hold
+    known: dict[tuple[str, int], tuple[bytes, int]] = {}  # of boxes that several sections hold: and how many to come
     roots = list[str]()
-    for held in tiling.held:
-        for name, box in held:
-            if (name, box) not in known:
-                known[name, box] = _leaves(params[name].reshape(-1), box)
-        roots.append(tree_root(b"".join(known[each] for each in held)))
+    for section in range(tiling.sections):
+        leaves = list[bytes]()
+        for name, pattern, i in tiling.held.numbers(section):
+            found, left = known.pop((name, i), (b"", 0))
+            if not left:
+                found, left = _leaves(params[name].reshape(-1), pattern.cutouts[i]), len(pattern.boxes[i].holders)
+            if left > 1:
+                known[name, i] = found, left - 1
+            leaves.append(found)
+        roots.append(tree_root(b"".join(leaves)))
     return tuple(roots)
 
 

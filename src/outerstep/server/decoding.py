@@ -8,12 +8,15 @@ block     up to BLOCK_VALUES values of a run: what is checked at once; numbered 
 from __future__ import annotations
 
 import math
+import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +28,8 @@ from ..wire.frames import Layout, check_frame, rows_of, section_layout, tiled_la
 from .blocks import BLOCK_VALUES
 
 KEPT_LAYOUTS = 8  # of sections
+KEPT_RUNS = 1 << 20  # of all decoders that are kept, some 40 MB; but the one in use always is
+KEPT_DECODERS = 256
 PLAUSIBLE = 1e9  # the norm of a block whose squares are far from overflowing
 ABSURD = 1e18  # no honest difference of weights; sums and momentum of values below it stay finite in fp32
 
@@ -71,8 +76,7 @@ class Decoder:
         self._layout = lru_cache(KEPT_LAYOUTS)(layout)
         self._begins, self._first_blocks = array("q"), array("q")  # per run: its first byte, its first block
         self._counts = array("q")  # and how many values are in it
-        self._whose, self._places = array("q"), array("q")  # and of which tensor, and section
-        self._boxes: dict[str, list[tuple[int, Cutout]]] = {}  # if it is of a tiling: each tensor's, with their runs
+        self._whose, self._places = array("I"), array("H")  # and of which tensor, and section
         begin, blocks = 0, 0
         for section in range(self.sections):
             up = self._layout(section)
@@ -86,8 +90,22 @@ class Decoder:
             begin += up.size_bytes
         self.block_count = blocks
         if isinstance(cutting, FragmentTiling):
-            for run, (name, box) in enumerate(box for boxes in cutting.sent for box in boxes):
-                self._boxes.setdefault(name, []).append((run, box))
+            whose = np.frombuffer(self._whose, np.uint32) if self._whose else np.zeros(0, np.uint32)
+            self._runs = np.argsort(whose, kind="stable").astype(np.uint32)  # tensor by tensor
+            self._patterns = dict(cutting.tensors)
+            self._first_run = np.searchsorted(whose[self._runs], np.arange(len(self._tensors) + 1))
+
+    @property
+    def runs(self) -> int:
+        """What it takes grows with them: some 40 bytes each."""
+        return len(self._begins)
+
+    def _boxes(self, name: str) -> Iterator[tuple[int, Cutout]]:
+        """Of a tensor of a tiling: the run and the box that each section sends."""
+        i, pattern = self._index[name], self._patterns[name]
+        runs = self._runs[self._first_run[i] : self._first_run[i + 1]].tolist()
+        for run, box in zip(runs, pattern.by_sender, strict=True):
+            yield run, pattern.cutouts[box]
 
     # --- checking -------------------------------------------------------------------------------------------------
 
@@ -180,7 +198,7 @@ class Decoder:
         """In the order of the tensor's values those of a box are in the box's own order: so of each box it is one range
         that is decoded, and then laid out in stretches."""
         codec = self._tensors[self._index[name]].codec
-        for run, box in self._boxes.get(name, ()):
+        for run, box in self._boxes(name):
             if box.last < start or box.first >= stop:
                 continue
             first, last = box.before(start), box.before(stop)
@@ -194,6 +212,32 @@ class Decoder:
                     (part.count, part.length), (part.stride, 1), out.storage_offset() + part.place - start
                 )
                 there.copy_(here.view(part.count, part.length))
+
+
+class Decoders:
+    """The decoders of a run that were used lately, of all its fragments. There may be any number of ways to cut a
+    contribution, and workers choose them: what is kept has one bound for all. What was dropped is made again."""
+
+    def __init__(self, most_runs: int = KEPT_RUNS) -> None:
+        self._most_runs, self._lock = most_runs, threading.Lock()
+        self._kept: OrderedDict[Hashable, Decoder] = OrderedDict()
+        self._runs = 0  # of those
+
+    def find(self, key: Hashable, make: Callable[[], Decoder]) -> Decoder:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+                return found
+        made = make()  # it may take a second, and nobody waits for it
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = made
+                self._runs += made.runs
+            while len(self._kept) > 1 and (self._runs > self._most_runs or len(self._kept) > KEPT_DECODERS):
+                _, dropped = self._kept.popitem(last=False)
+                self._runs -= dropped.runs
+        return made
 
 
 def _decode(

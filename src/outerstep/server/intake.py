@@ -40,7 +40,7 @@ class _Writing:
 
 
 @dataclass
-class _Incoming:
+class _IncomingContribution:
     """One contribution on its way in: its room, and what was seen in the parts that are there."""
 
     making_room: threading.Lock = field(default_factory=threading.Lock)
@@ -69,7 +69,7 @@ class Intake:
         self.meter = LinkMeter(THE_SERVER)  # guarded by the lock
         self._coordinator, self._lock, self._clock = coordinator, lock, clock
         self._find_decoder = find_decoder
-        self._incoming: dict[ContributionKey, _Incoming] = {}
+        self._incoming: dict[ContributionKey, _IncomingContribution] = {}
         self.writing: dict[tuple[ContributionKey, int], _Writing] = {}
         self._lookers = ThreadTeam(config.threads, "outerstep-look")
 
@@ -112,7 +112,7 @@ class Intake:
                 earlier = self.writing.get(place)
                 if earlier is None:
                     cutting = self._coordinator.cutting(begun.offer)
-                    incoming = self._incoming.setdefault(begun.key, _Incoming())
+                    incoming = self._incoming.setdefault(begun.key, _IncomingContribution())
                     writing = self.writing[place] = _Writing(body)
                     begun.under_way += 1
                     break
@@ -136,7 +136,7 @@ class Intake:
                     self.bytes_received += end - begin
         return answer
 
-    def _room(self, key: ContributionKey, incoming: _Incoming, size_bytes: int) -> Room:
+    def _room(self, key: ContributionKey, incoming: _IncomingContribution, size_bytes: int) -> Room:
         """The contribution's room, made by the first part. A file may take its time: not under the lock."""
         with incoming.making_room:
             if incoming.room is None:
@@ -174,7 +174,7 @@ class Intake:
             room.used(end - begin)
         return findings
 
-    def _check_wanted(self, key: ContributionKey, incoming: _Incoming) -> None:
+    def _check_wanted(self, key: ContributionKey, incoming: _IncomingContribution) -> None:
         if self._incoming.get(key) is not incoming:
             # The upload was dropped meanwhile (its worker left, died, came back): these bytes went nowhere.
             raise MissingParts(f"contribution {key} is not on offer any more", hint="offer it again")

@@ -55,11 +55,11 @@ from ..digest import (
 from ..errors import BadRequest, Busy, ServerFailed, Superseded
 from ..pool import private_memory, watched
 from ..threads import ThreadTeam
-from ..tiling import Cutting
 from ..types import MOST_PAYLOADS, Agreement, GetPart, ParameterSpec, Participant, Payload, Watched
 from ..wire.frames import Layout, layout
 from .blocks import Block
 from .places import leaves_on, pinned, pinned_memory
+from .section_hashes import SectionHashes
 
 READING_S = 60.0  # a worker that has not asked for a part for this long has stopped reading
 OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
@@ -103,7 +103,7 @@ class Frame:
 
 
 @dataclass
-class _Reading:
+class _Download:
     """One worker that fetches a frame part by part."""
 
     asked_at: float
@@ -117,17 +117,17 @@ class Served:
         self.frame, self.size_bytes = frame, len(frame.view)
         self.part_count = part_count(self.size_bytes, part_size_bytes)
         self._part_size_bytes = part_size_bytes
-        self._readers: dict[str, _Reading] = {}
+        self._readers: dict[str, _Download] = {}
 
     def promised(self, worker_id: str, now: float) -> None:
         """This worker was told to fetch it, and will."""
-        self._readers.setdefault(worker_id, _Reading(now)).asked_at = now
+        self._readers.setdefault(worker_id, _Download(now)).asked_at = now
 
     def lend(self, worker_id: str, part: int, now: float) -> memoryview:
         """One part, to be sent."""
         if part >= self.part_count:
             raise BadRequest(f"part {part} is out of range: there are {self.part_count}")
-        reading = self._readers.setdefault(worker_id, _Reading(now))
+        reading = self._readers.setdefault(worker_id, _Download(now))
         reading.asked_at = now
         reading.parts.add(part)
         if len(reading.parts) == self.part_count:
@@ -151,7 +151,7 @@ class Published(Served):
     def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
         super().__init__(frame, part_size_bytes)
         self.agreement, self.version = agreement, agreement.version
-        self.range_hashes: dict[tuple[Cutting, bool], tuple[str, ...]] = {}  # and whether trees, as asked for
+        self.section_hashes = SectionHashes()
         self._hashing = threading.Lock()
         self._part_hashes: tuple[str, ...] = ()
 

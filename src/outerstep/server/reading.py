@@ -8,7 +8,7 @@
 A reader registers nobody, and no round waits for it. The weights are sent from where they lie (publish.py): as long as
 a reader is in the middle of a version, that version does not change, and the next one is made in other memory. So what
 readers may cost is bounded: so many at a time, of one token at one address fewer, and all together they hold back one
-older model when another begins. Who has had `TURN_S` makes way for the next.
+older model when another begins. A reader that has had `TURN_S` makes way for the next.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Standing:
 
 
 @dataclass(eq=False)
-class _Reader:
+class _ModelReader:
     """`who`: token and address. `holds`: (fragment, version) → bytes. `abort` ends its connection."""
 
     who: tuple[str, str]
@@ -97,7 +97,7 @@ class ModelReaders:
     lock: threading.Condition
     clock: Callable[[], float]
     files: Callable[[], Path | None]
-    _readers: list[_Reader] = field(default_factory=list)
+    _readers: list[_ModelReader] = field(default_factory=list)
     _own_lock: threading.Lock = field(default_factory=threading.Lock)
     _rest_hash: tuple[tuple[str, ...], str] = ((), "")  # of which tensors, and their hash
 
@@ -123,7 +123,7 @@ class ModelReaders:
             facts = _facts(standing, [p.agreement for p in published], fragment, rest, rest_hash, aliases)
             tensors, pieces = _laid_out(chosen, published, rest)
         head = write_header(facts, tensors)
-        reader = _Reader(
+        reader = _ModelReader(
             (request.token, request.body.peer),
             self.clock(),
             request.body.abort,
@@ -154,7 +154,7 @@ class ModelReaders:
 
     # --- who may read -----------------------------------------------------------------------------------------------
 
-    def _admit(self, reader: _Reader) -> None:
+    def _admit(self, reader: _ModelReader) -> None:
         with self._own_lock:
             while refusal := self._in_the_way(reader):
                 why, others = refusal
@@ -166,7 +166,7 @@ class ModelReaders:
                 first.abort()
             self._readers.append(reader)
 
-    def _in_the_way(self, reader: _Reader) -> tuple[str, Sequence[_Reader]] | None:
+    def _in_the_way(self, reader: _ModelReader) -> tuple[str, Sequence[_ModelReader]] | None:
         """Why there is no room for it, and which of the others would have to go."""
         same = [other for other in self._readers if other.who == reader.who]
         if len(same) >= MOST_OF_ONE:
@@ -180,7 +180,7 @@ class ModelReaders:
             return "others are still reading earlier versions, which take as much memory as may be", holding
         return None
 
-    def _leave(self, reader: _Reader) -> None:
+    def _leave(self, reader: _ModelReader) -> None:
         with self._own_lock:
             if reader in self._readers:
                 self._readers.remove(reader)

@@ -32,6 +32,7 @@ from ..observe.status import AboveStatus
 from ..pool import private_memory
 from ..threads import ThreadTeam, process_team
 from ..types import Control, Join, Manifest, Plan, Wishes
+from .decoding import Decoders
 from .model_state import ModelState
 from .outer_state import OptimizerMaker, Outer, momentum_of, recall, state_of
 from .places import device_of, free_bytes, pinned_memory, release, working_bytes
@@ -154,6 +155,11 @@ class Run:
     device_left: str = ""  # why the fragments are not on the device that the settings name
     on_device_left: Callable[[str], None] = lambda why: None
     on_published: Callable[[FragmentStore], None] = lambda store: None  # there is a new version; T stays meanwhile
+
+    @cached_property
+    def decoders(self) -> Decoders:
+        """For contributions to any fragment."""
+        return Decoders()
 
     @cached_property
     def team(self) -> ThreadTeam:
@@ -293,6 +299,7 @@ class Run:
                 centre=centre,
                 team=self.team,
                 on_full=self._leave_device,
+                decoders=self.decoders,
             )
             for i, (names, version) in enumerate(zip(plan.fragments, versions, strict=True))
             if i >= len(kept)

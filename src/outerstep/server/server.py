@@ -182,6 +182,11 @@ class DiLoCoServer:
         where it is; `load_state` and `resume` take that."""
         return self.service.save("save_state()", "" if path is None else os.fspath(path))
 
+    def expect_layer_above(self) -> None:
+        """This server is a cluster of another layer, which leases to it what it leases to its workers. Said before its
+        first worker joins; `Cluster` says it, too."""
+        self.service.coordinator.leases.is_below = True
+
     def load_state(self, path: str | os.PathLike[str]) -> None:
         """Resume a saved run from a state, a folder of states, or an old `.pt`. Before anybody has joined."""
         config = dataclasses.replace(self.config, resume=os.fspath(path))

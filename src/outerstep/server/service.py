@@ -11,8 +11,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec import UNSET
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -182,6 +184,14 @@ class HealthMonitor:
             self._nudge.clear()
 
 
+@dataclass
+class _Turn:
+    """An offer whose answers wait: one for each process of a job that has made it."""
+
+    come: threading.Event = field(default_factory=threading.Event)
+    waiting: int = 0
+
+
 class ParameterService:
     def __init__(
         self,
@@ -233,7 +243,7 @@ class ParameterService:
         lock = threading.RLock()  # guards the coordinator and everything below
         self.changed = threading.Condition(lock)
         self._news = 0  # how often there was something that polls wait for
-        self._turns: dict[ContributionKey, threading.Event] = {}  # of offers whose answer waits
+        self._turns: dict[ContributionKey, _Turn] = {}  # of offers whose answer waits
         self.intake = Intake(
             config,
             self.coordinator,
@@ -310,7 +320,7 @@ class ParameterService:
         """Let everything that waits look again. With the lock held."""
         self.wake_polls()
         for turn in self._turns.values():
-            turn.set()
+            turn.come.set()
         self._turns.clear()
 
     def stop(self) -> None:
@@ -398,7 +408,7 @@ class ParameterService:
             check_signature(request, self._nonces, shown.token)
             worker_id, members = request.worker_id, self.coordinator.members
             vouched = _is_own_token(worker_id, shown) or members.holds_session(worker_id, shown.session)
-            tiling = check_tiling(request)  # not under the lock: it may take a second
+            tiling = self._check_tiling(request, vouched, shown.caller.name)
             answer = self._decide(request, vouched=vouched, token=shown.caller.name, tiling=tiling)
         except Refused as refusal:
             self._note_refusal(request, refusal, shown)
@@ -408,6 +418,14 @@ class ParameterService:
             if member is not None and member.live:  # it may have left already
                 self.addresses[worker_id] = shown.address
         return answer
+
+    def _check_tiling(self, request: Join, vouched: bool, token: str) -> ModelTiling | None:
+        """Not under the lock: it may take a second. So not for a worker that has joined too often."""
+        if request.tiling is UNSET:
+            return None
+        with self.changed:
+            self.coordinator.check_quotas(request, self.clock(), vouched=vouched, token=token)
+        return check_tiling(request)
 
     def answer(self, request: Request, shown: Presented = FROM_HERE) -> Answer:
         self._check_health()
@@ -454,7 +472,8 @@ class ParameterService:
     ) -> CompleteOfferAnswer:
         """The body is read once its offer is taken, and the contribution counts when all of it is checked."""
         self._check_health()
-        self._measure(request)
+        if request.tiled is True:
+            self._measure(request)
         try:
             return take_complete(request, self._decide, lambda part: self.put_part(part, body), self._commit)
         except Refused as refusal:
@@ -465,7 +484,8 @@ class ParameterService:
         """While there is no room, the answer waits for the worker's turn, for as long as the worker allows."""
         began_at = self.clock()
         until = began_at + min(request.wait_s or 0.0, LONGEST_POLL_S)
-        self._measure(request)
+        if request.tiled is True:
+            self._measure(request)
         while True:
             with self.changed:
                 answer = self.answer(request, shown)
@@ -476,18 +496,19 @@ class ParameterService:
                     return answer
                 if left_s <= 0.0:  # it has waited here
                     return replace(answer, retry_after_s=max(answer.retry_after_s - (now - began_at), 0.0))
-                turn = self._turns.setdefault(request.key, threading.Event())
+                turn = self._turns.setdefault(request.key, _Turn())
+                turn.waiting += 1
             with shown.away():
-                turn.wait(left_s)
+                turn.come.wait(left_s)
             with self.changed:
-                if self._turns.get(request.key) is turn:  # it has not come
+                turn.waiting -= 1
+                # It has not come; and no other process of a job waits for the same.
+                if self._turns.get(request.key) is turn and not turn.waiting:
                     del self._turns[request.key]
 
     def _measure(self, request: Offer) -> None:
         """How large a contribution in boxes may be, once per tiling: before anybody waits for the lock, as half a
         million boxes take a second."""
-        if request.tiled is not True:
-            return
         with self.changed:
             coordinator = self.coordinator
             if request.fragment >= len(coordinator.fragments) or request.codec not in coordinator.codecs:
@@ -615,6 +636,14 @@ class ParameterService:
             self._flush()
         return moves.published
 
+    def change_leases(self, change: Callable[[float, Collection[str]], bool]) -> None:
+        """Let a layer above change what is leased here: at this time, with these workers here. `change` says whether
+        that must be recorded; who is leased something from then on hears of it when it is."""
+        with self.changed:
+            if change(self.clock(), self.coordinator.members.live_ids):
+                self._commits.note()
+            self._flush()
+
     def restore(self, found: ResumePoint) -> None:
         """Resume a saved run. Before anybody has joined."""
         with self.changed:
@@ -669,13 +698,13 @@ class ParameterService:
         """The answer, once the record that it depends on is durable. `vouched`, `token`, `tiling`: of a join."""
         with self.changed:
             self._check_health()  # it may have stopped since the message came in
-            if isinstance(request, Join) and self.coordinator.plan is None:
-                self.coordinator.check_join(request, vouched=vouched)
-                self.run.start(request)
-            elif isinstance(request, Join) and request.manifest is not None and self.coordinator.naming is not None:
-                self.coordinator.check_join(request, vouched=vouched)
-                self._between_tasks()
-                settle_by_manifest(self.run, request)
+            if isinstance(request, Join):
+                self._settle(
+                    request,
+                    lambda: self.coordinator.check_join(
+                        request, self.clock(), vouched=vouched, token=token, tiling=tiling
+                    ),
+                )
             try:
                 answer, record = self._commits.answer(
                     request, self.clock(), vouched=vouched, token=token, tiling=tiling
@@ -687,6 +716,17 @@ class ParameterService:
         if record > self._commits.written:
             self._wait_for(record)
         return answer
+
+    def _settle(self, request: Join, check: Callable[[], object]) -> None:
+        """What nobody has settled yet, this worker settles; but not one that is refused, so that is found out first."""
+        if self.coordinator.plan is None:
+            check()
+            self.run.start(request)
+        elif request.manifest is not None and self.coordinator.naming is not None:
+            check()
+            self._between_tasks()  # others may come meanwhile
+            check()
+            settle_by_manifest(self.run, request)
 
     def name_tensors(self, fragment: int | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """A client without a manifest has sent these tensors, as a fragment or (None) as the whole model. If nobody has
@@ -731,7 +771,7 @@ class ParameterService:
                 case AskAgain():
                     turn = self._turns.pop(effect.key, None)
                     if turn is not None:
-                        turn.set()
+                        turn.come.set()
                 case StopServer():
                     log.info("stopping: %s", printable(effect.reason))
                     self._on_stop()
@@ -768,11 +808,14 @@ class ParameterService:
             store, version = self.run.stores[request.fragment], answer.agreement.version
             payloads = store.payloads(version, request.worker_id, request.held, request.held_hash, self.clock())
             trees = request.trees is True or request.tiled is True
-            with self.changed:
-                cutting = self.coordinator.cutting(request)
             anchor_hash = answer.agreement.anchor_hash if trees else store.down.flat_hash(version)
-            asks = request.sections > 1 or not isinstance(cutting, int)
-            hashes = store.range_hashes(version, cutting, trees=trees) if asks else ()
+            hashes: tuple[str, ...] | None = ()
+            if request.sections > 1 or request.tiled is True:  # a group, each process of which holds a part
+                with self.changed:
+                    cutting = self.coordinator.cutting(request)
+                    needed = store.hashing_bytes(version, cutting, trees=trees)
+                    self.coordinator.charge_hashing(request.worker_id, needed, self.clock())
+                hashes = store.range_hashes(version, cutting, trees=trees)
             if payloads is not None and anchor_hash is not None and hashes is not None:
                 told = replace(answer.agreement, anchor_hash=anchor_hash, payloads=payloads, range_hashes=hashes)
                 return replace(answer, agreement=told)
@@ -822,14 +865,13 @@ class ParameterService:
         with self.changed:
             steering, now = self.coordinator.steering, self.clock()
             assert steering is not None
-            return steering.state(self.coordinator, self.intake.meter.reports(now), now)
+            return steering.state(self.coordinator.steered, self.intake.meter.reports(now), now)
 
     def _steer(self, decision: LayerDecision) -> None:
         with self.changed:
-            steering = self.coordinator.steering
-            if self._ended or self.failure or steering is None:
+            if self._ended or self.failure:
                 return
-            if steering.carry_out(self.coordinator, decision):
+            if self.coordinator.steer(decision):
                 self._commits.note()
             self._flush()
 

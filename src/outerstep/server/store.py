@@ -1,8 +1,8 @@
 """The global model of one fragment on the server: contributions in, the outer step, the next version out.
 
-Everything is flat fp32 memory in the order of the frame that is sent, and goes through the processor in blocks that fit
-its cache: decoded, added, divided, stepped, encoded and hashed while it is there. All threads of a team take part, each
-at blocks of its own. On a GPU the same is done to larger blocks, one after the other (places.py), with the same bits.
+The values are flat fp32 memory in the order of the frame that is sent. They pass through the processor in blocks that
+fit its cache: each block is decoded, added, divided, stepped, encoded and hashed while it is there. The threads of a
+team share the blocks. A GPU works on larger blocks, one after the other (places.py), and makes the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..types import ParameterSpec, Participant
 from ..wire.frames import Layout, layout, most_bytes, row_pieces, tiled_layout
 from .blocks import Block, cut, pieces_of
 from .boxes import box_hashes
-from .decoding import Decoder, UpTensor
+from .decoding import Decoder, Decoders, UpTensor
 from .places import (
     DEVICE_BLOCK_VALUES,
     DeviceBlocks,
@@ -44,15 +44,15 @@ from .places import (
 )
 from .publish import Downlink, NextVersion, Published
 
-GROUP_SIZES = 8  # kept range hashes per version: nobody can make us remember them for every number of sections
-FEW_SECTIONS = 256  # however few rows a fragment has
-SLACK_BYTES = 64 << 10  # a frame that is a little too long is read, so that the refusal can name the tensor
+PIECE_COST_BYTES = 32 << 10  # in the time that it takes to begin one, so much is hashed
+FEW_SECTIONS = 256  # allowed even if a fragment has fewer rows
+SLACK_BYTES = 64 << 10  # by so much a frame may be too long and is still read, so that the refusal can name the tensor
 
 
 @dataclass(frozen=True)
 class Addend:
-    """A checked contribution: its bytes, how much it counts, the version it was computed from (None = the newest).
-    `codec`: "" = the one that the store was made with. `used`: to be told how many bytes were read (pool.py)."""
+    """A checked contribution: its bytes, its weight, and the version it was computed from (None = the newest). `codec`:
+    "" = the store's first codec. `used` is called with the number of bytes read (pool.py)."""
 
     payload: memoryview
     weight: float
@@ -64,7 +64,7 @@ class Addend:
 
 @dataclass(frozen=True)
 class Uplink:
-    """How contributions of one codec come."""
+    """The form of contributions in one codec."""
 
     codec: str
     tensors: Sequence[UpTensor]
@@ -82,20 +82,20 @@ class Uplink:
 
 @dataclass
 class _Sum:
-    """Σ w·Δ of an open round, and Σ w. Its memory holds nothing before the first contribution is in."""
+    """Σ w·Δ of an open round, and Σ w. Until the first contribution is added the memory is undefined."""
 
     values: Tensor
     weight: float = 0.0
 
 
 class Shelf:
-    """Flat fp32 memory that was used, kept for the next who needs some: of each device one piece, the largest."""
+    """Flat fp32 memory kept for reuse: the largest piece of each device."""
 
     def __init__(self) -> None:
         self._kept: dict[torch.device, Tensor] = {}
 
     def take(self, numel: int, place: Workplace | None = None) -> Tensor:
-        """What it holds is not specified; gaps between tensors that nobody writes are finite."""
+        """The values are undefined, but finite in the gaps between tensors, which nobody writes."""
         place = place or HostBlocks(process_team())
         kept = self._kept.pop(place.device, None)
         if kept is None or kept.numel() < numel:
@@ -113,7 +113,7 @@ class Shelf:
 
 
 def rule_of(settings: Aggregation) -> Rule:
-    """With the rule's own defaults where the settings say nothing."""
+    """The aggregation rule of a run; its own defaults hold where the settings say nothing."""
     return make_rule(
         settings.aggregation,
         trim_fraction=settings.trim_fraction,
@@ -147,10 +147,11 @@ class FragmentStore:
         centre: Mapping[str, Tensor] | None = None,
         team: ThreadTeam | None = None,
         on_full: Callable[[str], None] = lambda why: None,
+        decoders: Decoders | None = None,
     ) -> None:
-        """`statistics`: averaged buffers of earlier versions (of any fragment), as `self.statistics` had them.
-        `keeps_centre`: the run's rule begins each round where the last ended; `centre`, by name, is that place.
-        `on_full`: told why, when it has left the device that it was worked on."""
+        """`statistics`: averaged buffers of earlier versions (of any fragment), from an earlier `self.statistics`.
+        `keeps_centre`: the run's rule begins each round where the last one ended, at `centre` (by name). `on_full` is
+        called with the reason when the fragment has to leave its device. `decoders`: of the run."""
         self.index = index
         self._shelf, self._team, self._on_full = shelf or Shelf(), team or process_team(), on_full
         self._host = HostBlocks(self._team)
@@ -170,12 +171,14 @@ class FragmentStore:
         self.payloads, self.part = self.down.payloads, self.down.part  # how workers get it
         self.numel = (self.down.full.size_bytes - self.down.full.data_begin) // 4  # of the flat memory, gaps included
         self.specs, self._first_codec = specs, up.name
-        # The coordinator says which codecs a contribution may have: they are few.
-        self._uplinks, self._decoders = lru_cache(maxsize=8)(self._uplink), lru_cache(maxsize=8)(self._decoder)
+        # Never many: the coordinator says which codecs a contribution may have.
+        self._uplinks, self._decoders = lru_cache(maxsize=8)(self._uplink), decoders or Decoders()
+        self._own = object()  # of which store a decoder is
         self._row_sizes = lru_cache(maxsize=64)(self._max_payload_bytes)
-        # Tilings are large: nothing here keeps one whose worker is gone.
+        # Tilings are large: the weak keys let go of one when its worker is gone.
         self._tiled_sizes: WeakKeyDictionary[FragmentTiling, dict[str, int]] = WeakKeyDictionary()
-        self.statistics: dict[int, dict[str, Tensor]] = {}  # averaged buffers, of as many versions as may be stale
+        # Averaged buffers of each version that a late contribution may be based on.
+        self.statistics: dict[int, dict[str, Tensor]] = {}
         for earlier, values in (statistics or {}).items():
             if ours := {name: values[name].clone() for name in self.state.averaged if name in values}:
                 self.statistics[earlier] = ours
@@ -188,23 +191,26 @@ class FragmentStore:
 
     @property
     def centre(self) -> Mapping[str, Tensor]:
-        """The last round's aggregate by name, for a rule that begins there; nothing before the first."""
+        """The last round's aggregate by name, for a rule that begins there; empty before the first round."""
         return self.state.centre
 
     @property
     def max_sections(self) -> int:
-        """As many as there are rows; a few more may be empty."""
+        """One per row; a small fragment may have more, which are empty."""
         return max([FEW_SECTIONS, *(spec.shape[0] for spec in self.specs if spec.shape)])
 
     def uplink(self, codec: str = "") -> Uplink:
-        """How contributions of this codec come; "" = the one that the store was made with."""
+        """The form of contributions in this codec; "" = the store's first codec."""
         return self._uplinks(codec or self._first_codec)
 
     def decoder(self, sections: Cutting, codec: str = "") -> Decoder:
-        return self._decoders(sections, codec or self._first_codec)
+        codec = codec or self._first_codec
+        return self._decoders.find(
+            (self._own, codec, sections), lambda: Decoder(codec, self.uplink(codec).tensors, sections)
+        )
 
     def max_payload_bytes(self, sections: Cutting, codec: str = "") -> int:
-        """Of a contribution that comes in so many sections."""
+        """The size limit of a contribution cut into these sections."""
         if isinstance(sections, int):
             return self._row_sizes(sections, codec)
         known = self._tiled_sizes.setdefault(sections, {})
@@ -219,15 +225,12 @@ class FragmentStore:
         recipe = Recipe.parse(codec)
         return Uplink(codec, [UpTensor(spec.name, spec.shape, recipe.codec(spec)) for spec in self.specs])
 
-    def _decoder(self, sections: Cutting, codec: str) -> Decoder:
-        return Decoder(codec, self.uplink(codec).tensors, sections)
-
     @property
     def newest(self) -> Published:
         return self.down.newest
 
     def params(self) -> dict[str, Tensor]:
-        """θ by name: views, for the thread that closes rounds."""
+        """θ by name, as views. Only for the thread that closes rounds."""
         return self.down.params()
 
     def copy_params(self) -> dict[str, Tensor]:
@@ -236,17 +239,16 @@ class FragmentStore:
             return {name: theta.clone() for name, theta in self.down.params(published).items()}
 
     def targets_on_host(self) -> dict[str, Tensor]:
-        """T by name, for the thread that closes rounds; copies, if it is elsewhere."""
+        """T by name, as views; as copies if T is on a device. Only for the thread that closes rounds."""
         return {name: target.cpu() for name, target in self.state.target.items()}
 
     def range_hashes(self, version: int, sections: Cutting, *, trees: bool = True) -> tuple[str, ...] | None:
-        """Per section the hash of its rows, or of the boxes that it holds, by the rule of the anchor's; None if the
-        version is not held any more. Two threads that ask at once compute the same. `trees`: or as protocol 1 has them?
-        """
+        """The hash of each section's rows or boxes, made like the anchor's. None: the version is not held any more.
+        `trees`: as trees, or the way protocol 1 does. (Two threads that ask at once both compute it.)"""
         with self.down.reading(version) as published:
             if published is None:
                 return None
-            known = published.range_hashes.get((sections, trees))
+            known = published.section_hashes.get(sections, trees)
             if known is None:
                 full = self.down.full
                 data = published.frame.view[full.data_begin :]
@@ -258,17 +260,25 @@ class FragmentStore:
                     )
                 else:
                     known = box_hashes(self.down.params(published), sections)
-                if len(published.range_hashes) < GROUP_SIZES:
-                    published.range_hashes[sections, trees] = known
+                published.section_hashes.put(sections, trees, known)
             return known
+
+    def hashing_bytes(self, version: int, sections: Cutting, *, trees: bool = True) -> int:
+        """What it costs to say the range hashes of this version: as many bytes of values, and as if each place at which
+        reading begins were some more. 0 = they are known, or the version is not held."""
+        published = self.down.newest
+        if published.version != version or published.section_hashes.get(sections, trees) is not None:
+            return 0
+        pieces = sections * len(self.specs) if isinstance(sections, int) else sections.box_count
+        return 4 * self.numel + PIECE_COST_BYTES * pieces
 
     # --- a contribution -------------------------------------------------------------------------------------------
 
     def accumulate(self, version: int, addends: Sequence[Addend]) -> None:
-        """Add w·Δ of each to the sum of the round that makes `version`, in their order."""
+        """Add w·Δ of each contribution, in the given order, to the sum of the round that makes `version`."""
         counted = [addend for addend in addends if addend.weight > 0.0]
         if not counted:
-            return  # they were there, and brought nothing
+            return  # they took part without training
         total = self._sums.get(version)
         if total is None:
             total = self._sums[version] = _Sum(self._take())
@@ -285,11 +295,12 @@ class FragmentStore:
         total.weight = gather.weight
 
     def rebase(self, values: Tensor, block: Block | TensorSpan, base: int, targets: Mapping[str, Tensor]) -> None:
-        """Δ of a buffer against T as it is now, in place: T − l = (T − θ_base) + Δ. Buffers are means of values and not
-        sums of steps: a mean of two variances is one, but an old difference taken off a new one need not be."""
+        """Turn Δ of an averaged buffer into a difference from the current T, in place: T − l = (T − θ_base) + Δ. A
+        buffer is a mean of values, not a sum of steps: the mean of two variances is a variance, but a new variance less
+        an old difference need not be one."""
         held = self.statistics.get(base)
         if held is None:
-            values.zero_()  # older than anything we know: it says nothing
+            values.zero_()  # older than any version that is kept: ignore it
             return
         now, then = (tensors[block.name].view(-1)[block.start : block.stop] for tensors in (targets, held))
         values.add_(now).sub_(then.to(values.device))
@@ -301,9 +312,9 @@ class FragmentStore:
         contributions: Mapping[str, Addend | None],
         seed: str,
     ) -> ScreenVerdict:
-        """The aggregate of these, by a rule that needs all of them at once, in the place of the round's mean: `close`
-        steps along it. They are read where they lie, in memory or in the spool file. By worker; None = it was offered,
-        and refused: what is not finite when it came, and what is too large by the norm screen. `seed`: of the
+        """The aggregate of these, by a rule that needs all of them at once, in place of the round's mean: `close`
+        steps along it. Contributions are read where they are, in memory or in the spool file. Keyed by worker; None: it
+        was offered and refused, because it was not finite or the norm screen found it too large. `seed`: of the
         buckets."""
         offered = {worker_id: addend for worker_id, addend in contributions.items() if addend is not None}
         while True:
@@ -335,7 +346,7 @@ class FragmentStore:
         return combine(
             [
                 *(
-                    Candidate[TensorSpan](w, _Reader(self, addend, version), addend.weight)
+                    Candidate[TensorSpan](w, _AddendReader(self, addend, version), addend.weight)
                     for w, addend in offered.items()
                 ),
                 *(
@@ -343,7 +354,7 @@ class FragmentStore:
                     for w in contributions.keys() - offered.keys()
                 ),
             ],
-            {name: sizes[name] for name in sorted(sizes)},  # as everybody takes them who aggregates
+            {name: sizes[name] for name in sorted(sizes)},  # the order in which every aggregator takes them
             Tensors(self.down.by_name(values)),
             rule_of(settings),
             seed=seed,
@@ -354,10 +365,10 @@ class FragmentStore:
         )
 
     def _set_mean(self, version: int, values: Tensor) -> None:
-        """What the round that makes `version` steps along, whole."""
+        """Set what the round that makes `version` steps along."""
         if self._keeps_centre:
             self.state.remember(self.down.by_name(values))
-        self._sums[version] = _Sum(values, weight=1.0)  # to divide by one changes no bit
+        self._sums[version] = _Sum(values, weight=1.0)  # dividing by 1 changes no bit
 
     # --- the outer step -------------------------------------------------------------------------------------------
 
@@ -370,8 +381,8 @@ class FragmentStore:
         *,
         keep_mean: bool = False,
     ) -> NextVersion:
-        """The step from the round's mean, what was accumulated and then `addends`, which were not; to be published.
-        `outer`: the rule, with its momentum. `keep_mean`: the version holds the mean until it is published, for
+        """Take the outer step along the round's mean: of what was accumulated, and of `addends`, which were not. The
+        result is still to be published. `outer`: the rule with its momentum. `keep_mean`: keep the mean until then, for
         the journal record that replays the round."""
         self.state.outer = outer
         if not self.place.is_host and not self.state.steps_alike:
@@ -386,8 +397,8 @@ class FragmentStore:
         return made
 
     def move_to(self, version: int, values: Mapping[str, Tensor], now: float = 0.0) -> NextVersion:
-        """A version without contributions: an agreement from a layer above says where T is. To be published, with no
-        participants; θ follows as far as the codec can, and what that leaves out is in the next update."""
+        """Make a version without contributions: an agreement from a layer above says where T is. It is published
+        without participants. θ follows as far as the codec can; the rest is in the next update."""
         with torch.no_grad(), self.down.moving(version, now) as made:
             made.from_above = True
             self.state.move_to(values, self.down.by_name(made.target))
@@ -396,15 +407,15 @@ class FragmentStore:
         return made
 
     def recall_move(self, version: int, target: memoryview) -> NextVersion:
-        """What a layer above moved T to, as its record has it: move there once more."""
+        """Move T where a layer above had moved it; `target` is from the journal record."""
         return self.move_to(version, self.down.by_name(self._recalled(target)))
 
     def recall_mean(self, version: int, mean: memoryview) -> None:
-        """What a closed round stepped along, as its version had it: `close` that round once more."""
+        """Set what a closed round stepped along, for `close` to step again; `mean` is from the journal record."""
         self._set_mean(version, self._recalled(mean))
 
     def _recalled(self, data: memoryview) -> Tensor:
-        """Flat fp32 values of the whole fragment, of a journal record."""
+        """Flat fp32 values of the whole fragment, from a journal record."""
         values = self._shelf.take(self.numel, self._host)
         if len(data) != 4 * self.numel:
             raise ModelError(f"a record of fragment {self.index} must have {4 * self.numel} bytes, got {len(data)}")
@@ -426,7 +437,7 @@ class FragmentStore:
         gather = _Gather(self, made.version, addends, total.weight if total is not None else 0.0)
         if total is None and gather.weight and (keep_mean or not by_blocks):
             total = self._sums[made.version] = _Sum(self._take(made))
-        if gather.weight == 0.0:  # everybody was there, nobody had trained: what the codec left out can go now
+        if gather.weight == 0.0:  # nobody has trained: only send what the codec had left out
             self._follow(made)
         elif by_blocks:
             self._step_by_blocks(made, gather, total, keep_mean=keep_mean)
@@ -442,9 +453,9 @@ class FragmentStore:
             self._shelf.give_back(total.values)
 
     def _step_by_blocks(self, made: NextVersion, gather: _Gather, total: _Sum | None, *, keep_mean: bool) -> None:
-        """Everything that happens to a block, while it is in the cache. The step overwrites what it is given: a mean
-        that is to be kept it gets as a copy. Without one `total` is the sum so far, or None; what is added to it is
-        gathered where a replay gathers it, because the last digit of Σ g² depends on how memory is aligned."""
+        """Do everything that happens to a block while it is in the cache. The step overwrites its input, so a mean that
+        is to be kept is copied for it. `total`: the sum so far, or None. What is added to it is gathered in scratch
+        memory, as a replay does, because the last digit of Σ g² depends on the alignment of memory."""
 
         def prepare() -> Pass:
             step = self.state.step(self.down.by_name(made.target))
@@ -471,7 +482,7 @@ class FragmentStore:
         self._go(prepare, made)
 
     def _step_whole(self, made: NextVersion, gather: _Gather, mean: Tensor, *, keep_mean: bool) -> None:
-        """With an optimizer of which we only know that it steps whole tensors. It may change its gradients."""
+        """Step with an optimizer that only takes whole tensors, and may change its gradients."""
         self._go(
             lambda: Pass(
                 lambda block, scratch: gather.mean(block, mean[block.place : block.end], scratch),
@@ -482,7 +493,7 @@ class FragmentStore:
         self._follow(made)
 
     def _close_pushed(self, made: NextVersion, buffer_size: int, pushes: Sequence[Addend]) -> None:
-        """T ← T moved by each contribution as the rule says, one by one; θ follows the last."""
+        """Move T by one contribution after another, as the rule says; θ follows after the last."""
         made.pushes = [push.weight for push in pushes]
         for number, addend in enumerate(pushes, 1):
             self._push(made, addend, buffer_size, follows=number == len(pushes))
@@ -490,8 +501,8 @@ class FragmentStore:
             self._follow(made)
 
     def _push(self, made: NextVersion, addend: Addend, buffer_size: int, *, follows: bool) -> None:
-        """T moved by one contribution; `follows`: and θ after it."""
-        steps, reader = list[FragmentStep](), _Reader(self, addend)
+        """Move T by one contribution; `follows`: and θ after it."""
+        steps, reader = list[FragmentStep](), _AddendReader(self, addend)
 
         def prepare() -> Pass:
             targets = self.down.by_name(made.target)
@@ -501,7 +512,9 @@ class FragmentStore:
                 g = room[: block.count]
                 reader.read(block, g)
                 scale = addend.weight
-                if self.state.roles[block.name] == "average":  # T + (l − T)/N: between the two, whatever others did
+                if (
+                    self.state.roles[block.name] == "average"
+                ):  # T + (l − T)/N: between the two, whatever others contributed
                     self.rebase(g, block, made.version - 1 if addend.base is None else addend.base, targets)
                     scale = min(addend.weight, 1.0) / buffer_size
                 step.block(block.name, made.target[block.place : block.end], g.mul_(scale), block.start)
@@ -517,14 +530,14 @@ class FragmentStore:
         steps[-1].done()
 
     def _follow(self, made: NextVersion) -> None:
-        """T is where it should be: bring θ there, as far as the codec can."""
+        """Bring θ to T, as far as the codec can."""
         self._go(lambda: Pass(made.move, touched=made.touched), made)
 
     # --- on a device, and back --------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def to_device(self, device: torch.device, block_values: int = DEVICE_BLOCK_VALUES) -> None:
-        """Between two rounds. Raises torch.OutOfMemoryError, and stays on the host, if there is no room."""
+        """Move to the device, between two rounds. If there is no room: stay, and raise torch.OutOfMemoryError."""
         try:
             place, centre = DeviceBlocks(device, block_values), self.state.centre
             self.down.to_device(device)
@@ -541,7 +554,7 @@ class FragmentStore:
 
     @torch.no_grad()
     def to_host(self, made: NextVersion | None = None) -> None:
-        """Between two rounds, or in the middle of `made`. (The momentum follows with the next step.)"""
+        """Move back, between two rounds or in the middle of `made`. (The momentum follows with the next step.)"""
         if not self.place.is_host:
             device, self.place = self.place.device, self._host
             self._bring_back(made)
@@ -560,13 +573,13 @@ class FragmentStore:
         self._on_full(why)
 
     def device_bytes(self, remembered: int) -> int:
-        """What it needs on a device. `remembered`: values that the outer rule remembers of each."""
+        """The memory needed on a device. `remembered`: how many values per parameter the outer rule keeps."""
         flats = 2 + remembered + (not self.down.is_exact) + self._keeps_centre  # θ and a sum; momentum, T, the centre
         return 4 * self.numel * flats
 
     @torch.no_grad()
     def _go(self, prepare: Callable[[], Pass], made: NextVersion | None = None) -> None:
-        """A pass over all blocks. If the device has no room for the rest of them, they are gone through on the host."""
+        """Pass over all blocks. If the device runs out of memory, the host does the rest."""
         try:
             self.place.go(self._blocks, prepare)
         except DeviceFull as full:
@@ -576,7 +589,7 @@ class FragmentStore:
             self.place.go([piece for block in left for piece in pieces_of(block, size)], prepare)
 
     def _take(self, made: NextVersion | None = None) -> Tensor:
-        """Flat memory where the work is."""
+        """Flat memory on the device where the blocks are worked on."""
         try:
             return self._shelf.take(self.numel, self.place)
         except torch.OutOfMemoryError as error:
@@ -597,9 +610,9 @@ class FragmentStore:
             del self.statistics[old]
 
 
-class _Reader:
-    """The values of one contribution, block by block. With a `version`, those of a buffer are against T as it is now,
-    if the contribution is too late for that version to follow on its own."""
+class _AddendReader:
+    """The values of one contribution, block by block. `version`: the one that is made from it; if the contribution is
+    based on an earlier one than the version before, its averaged buffers are rebased (`FragmentStore.rebase`)."""
 
     def __init__(self, store: FragmentStore, addend: Addend, version: int | None = None) -> None:
         self._store, self._decoder = store, store.decoder(addend.sections, addend.codec)
@@ -619,12 +632,11 @@ class _Reader:
 
 
 class _Gather:
-    """Contributions on their way into the round that makes `version`, on top of a sum of weight `onto` (0 = none).
-    `weight`: Σ w with theirs, added one after the other: its bits must not depend on who was added together with
-    whom."""
+    """Contributions to the round that makes `version`, added to a sum of weight `onto` (0 = none). `weight` is Σ w
+    including theirs. It is added up one by one, so that its bits do not depend on which were added together."""
 
     def __init__(self, store: FragmentStore, version: int, addends: Sequence[Addend], onto: float) -> None:
-        self._weighted = [(_Reader(store, addend, version), addend.weight) for addend in addends]
+        self._weighted = [(_AddendReader(store, addend, version), addend.weight) for addend in addends]
         self._onto, self.weight = onto > 0.0, onto
         for addend in addends:
             self.weight += addend.weight
@@ -641,7 +653,7 @@ class _Gather:
                 values.mul_(weight)
 
     def mean(self, block: Block, out: Tensor, scratch: Tensor) -> float | Tensor:
-        """That, divided by Σ w. Returns Σ g², which is only watched: its last digit may be a device's own."""
+        """The mean: the sum divided by Σ w. Returns Σ g² for the metrics; its last digit may differ between devices."""
         self.add(block, out, scratch)
         divide(out, self.weight)
         if out.device.type == "cpu":

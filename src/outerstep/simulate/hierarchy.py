@@ -28,7 +28,7 @@ from .layer_history import LayerHistory
 from .layer_server import LayerMachine, LayerServer, Upward
 from .leader import SimAbove, SimLeader
 from .network import Conditions, Network
-from .worker import SimWorker
+from .worker import SimSaved, SimWorker
 
 CALM_LIMIT_S = 3_000.0
 
@@ -88,6 +88,8 @@ class HierarchyWorld:
         seed: int,
         *,
         leader_type: type[SimLeader] = SimLeader,
+        worker_type: type[SimWorker] = SimWorker,
+        server_type: type[LayerServer] = LayerServer,
         life_type: type[ReplicaLife] = ReplicaLife,
         log: list[str] | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class HierarchyWorld:
         self.rng = random.Random(f"hierarchy world {seed}")
         self.agenda = Agenda()
         self.history = HierarchyHistory(log=log, clock=lambda: self.agenda.now)
+        self._worker_type, self._server_type = worker_type, server_type
         self._seed, self._leader_type, self._life_type, self._starts = seed, leader_type, life_type, 0
         self._drained: set[str] = set()
         sites, clusters = scenario.sites, scenario.clusters
@@ -138,7 +141,7 @@ class HierarchyWorld:
         settings = self.scenario.server(rules, workers, across=across)
         history, machine = self._history(name), LayerMachine(random.Random(f"disk {name} {self._seed}"))
         upward = self._upward(parent, wait_s) if parent is not None else None
-        place = LayerServer(name, settings, self.agenda, history, machine, upward)
+        place = self._server_type(name, settings, self.agenda, history, machine, upward)
         return Layer(name, place, history, self._network(), machine, parent=parent)
 
     def _cluster(self, index: int) -> Layer:
@@ -163,11 +166,11 @@ class HierarchyWorld:
         layer.current = [self._start(layer, i) for i in range(plan.members)]
         return layer
 
-    def _start(self, layer: Layer, index: int) -> SimWorker:
+    def _start(self, layer: Layer, index: int, saved: SimSaved | None = None) -> SimWorker:
         self._starts += 1
         place = layer.place
         assert isinstance(place, LayerServer)
-        worker = SimWorker(
+        worker = self._worker_type(
             index,
             self._starts,
             1_000_000 * self._starts,  # steps are named for ever
@@ -177,6 +180,7 @@ class HierarchyWorld:
             place,
             layer.history,
             self.rng,
+            saved,
             name=f"{layer.name}.{index}",
         )
         layer.workers.append(worker)
@@ -374,7 +378,7 @@ class HierarchyWorld:
 
         def again() -> None:
             if layer.current[index] is worker and layer.name not in self._drained:
-                layer.current[index] = self._start(layer, index)
+                layer.current[index] = self._start(layer, index, worker.saved)
 
         self.agenda.after(away_s, again)
 

@@ -45,7 +45,8 @@ class ClusterPlan:
 
 @dataclass(frozen=True)
 class HierarchyScenario:
-    """`sites`: servers between the clusters and the top; 0 = two levels. `every`: rounds between two exchanges above.
+    """`sites`: servers between the clusters and the top; 0 = two levels. `every`: rounds between two exchanges above;
+    `save_every`: steps between two saved states of a worker, from which a later start resumes (0 = none).
     `across`: of every server that has clusters for workers; `inside`: of one that has workers."""
 
     clusters: tuple[ClusterPlan, ...]
@@ -62,6 +63,7 @@ class HierarchyScenario:
     damage: float = 0.0
     checkpoint_every: int = 4
     restart_s: float = 5.0
+    save_every: int = 0
     faults: tuple[LayerFault, ...] = ()
     calm_after_s: float = 60.0
 
@@ -146,5 +148,6 @@ class HierarchyScenario:
             heartbeat_timeout_s=20.0,
             checkpoint_every=self.checkpoint_every,
             restart_s=self.restart_s,
+            save_every=0 if across else self.save_every,
             patient_exit_s=60.0,
         )

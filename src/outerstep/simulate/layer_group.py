@@ -90,6 +90,13 @@ class MemberBelow:
     def version(self) -> int:
         return max(self._member.version, 0)
 
+    def versions(self) -> dict[int, int]:
+        return {}
+
+    @property
+    def data(self) -> None:
+        """Members without a server lease none from a layer above."""
+
     def rounds_since(self, version: int) -> int:
         return sum(self._group.is_round[version + 1 : self._member.version + 1])
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ..coordination.server.commits import AnnounceRound
 from ..coordination.server.coordinator import THE_LAYER_ABOVE
+from ..coordination.sub_leases import LayerLeases
 from ..events import Event, VersionPublished, WorkerDied, WorkerLeft
 from ..types import Answer, Commit, ContributionKey, Control, GetPart, Poll, PollAnswer, PutPart
 from .agenda import Agenda
@@ -79,6 +80,7 @@ class LayerServer(SimServer):
         self.name, self._upward, self._layer, self._disks = name, upward, history, machine
         self.leader: SimLeader | None = None
         self.leaders: list[SimLeader] = []
+        self.watch: Callable[[Event], None] = lambda event: None
         self._changes: dict[int, tuple[int, Change]] = {}  # moves from above under way, by fragment
         self._moved: Callable[[str], None] = lambda why: None
         super().__init__(scenario, agenda, history, machine)
@@ -115,6 +117,7 @@ class LayerServer(SimServer):
 
     def _heard(self, event: Event) -> None:
         super()._heard(event)
+        self.watch(event)
         if self.leader is None:
             return
         if isinstance(event, VersionPublished) and event.agreement.participants:
@@ -140,6 +143,24 @@ class LayerServer(SimServer):
 
     def version(self) -> int:
         return self.coordinator.fragments[0].published.version
+
+    def versions(self) -> dict[int, int]:
+        return {f: fragment.published.version for f, fragment in enumerate(self.coordinator.fragments)}
+
+    @property
+    def data(self) -> LayerServer:
+        return self
+
+    @property
+    def leases(self) -> LayerLeases:
+        return self.coordinator.leases
+
+    def members_here(self) -> Collection[str]:
+        return self.coordinator.members.live_ids
+
+    def note_leases(self) -> None:
+        self._commits.note()
+        self._flush()
 
     def rounds_since(self, version: int) -> int:
         return self.coordinator.fragments[0].staleness(version)

@@ -14,9 +14,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..coordination.layers.machine import ClusterMachine, RecordFacts
 from ..coordination.layers.tasks import (
@@ -41,12 +41,15 @@ from ..coordination.layers.tasks import (
     Withdraw,
 )
 from ..coordination.worker.effects import Send, Sight
+from ..coordination.worker.machine import Units
+from ..coordination.worker.units import LeaseRequest
 from ..errors import Fenced, Kicked, OuterstepError
 from ..schedule import due_fragment
-from ..types import Answer
+from ..types import Answer, Trained
 from .agenda import Agenda
 from .history import StepName
 from .layer_history import LayerHistory, Model
+from .leader_data import SimDataBelow, SimLeaseAsking
 from .network import Network
 from .scenario import Scenario
 from .server import SimServer
@@ -67,6 +70,7 @@ class SimLeaderRecord:
     moved: Mapping[int, int]
     version: int
     rounds: int
+    data: Mapping[str, Any] = field(default_factory=dict)
 
 
 Change = Callable[[int], tuple[set[StepName], set[StepName]]]
@@ -78,6 +82,9 @@ class SimBelow(Protocol):
 
     def model(self, fragment: int) -> Model: ...
     def version(self) -> int: ...
+    def versions(self) -> dict[int, int]:
+        """By fragment: what `model` is now."""
+
     def rounds_since(self, version: int) -> int: ...
     def moves_known(self) -> dict[int, int]: ...
     def keep(self, record: SimLeaderRecord, then: Callable[[str], None]) -> None:
@@ -91,6 +98,9 @@ class SimBelow(Protocol):
     def hold(self, limit_s: float) -> None: ...
     def release(self) -> None: ...
     def end(self) -> None: ...
+    @property
+    def data(self) -> SimDataBelow | None:
+        """None: it leases none."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +183,15 @@ class SimUpward(SimWorker):
         self.overtaken = [i for i, state in enumerate(saved.fragments) if last[i] > state.sequence]
         super()._resume(saved)
 
+    def lease(self, request: LeaseRequest, then: Callable[[Answer | OuterstepError], None]) -> None:
+        self._carrier.fire(request.message(self._session.head), then)
+
+    def trained(self, units: Units) -> None:
+        self.machine.count(0, 0, units)
+
+    def _describe(self, send: Send) -> tuple[Trained, ...]:
+        return self._leader.describe(send.units)
+
     # --- how it differs from one that trains -----------------------------------------------------------------------
 
     def _train(self) -> None:
@@ -240,6 +259,7 @@ class SimLeader:
 
     machine_type: type[ClusterMachine] = ClusterMachine
     worker_type: type[SimUpward] = SimUpward
+    asking_type: type[SimLeaseAsking] = SimLeaseAsking
 
     def __init__(
         self,
@@ -268,6 +288,11 @@ class SimLeader:
         self._is_offering = self._is_resting = self._is_unclear = False
         self._rounds_left = self._begun = 0
         self._paused_until = 0.0
+        self.asking: SimLeaseAsking | None = None
+        if below.data is not None:
+            self.asking = self.asking_type(below.data, agenda, self.later, self._ask)
+            self.asking.machine.begin(below.versions())
+        self._versions, self._is_new = below.versions(), is_new  # of B, before it has followed anything
         self.machine.began(is_new=is_new)
         self.work()
 
@@ -333,6 +358,30 @@ class SimLeader:
         self.machine.emptied()
         self.work()
 
+    # --- data -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: LeaseRequest, then: Callable[[Answer | OuterstepError], None]) -> None:
+        if self.worker is not None and self.worker.alive:
+            self.worker.lease(request, then)
+
+    def describe(self, units: Units) -> tuple[Trained, ...]:
+        return self.asking.machine.describe(units) if self.asking is not None else ()
+
+    def _settle_data(self) -> None:
+        if self.asking is not None and self.worker is not None:
+            self.asking.machine.exchanged(self.worker.machine.state)
+
+    def _keep(self, then: Callable[[str], None]) -> None:
+        record = self._record()
+        versions = dict(self.asking.machine.versions) if self.asking is not None else {}
+
+        def kept(why: str) -> None:
+            if not why and self.asking is not None and self.alive:
+                self.asking.machine.kept(versions)
+            then(why)
+
+        self._below.keep(record, kept)
+
     # --- one task after the other -----------------------------------------------------------------------------------
 
     def work(self) -> None:
@@ -380,7 +429,7 @@ class SimLeader:
             case JoinAbove(resumes):
                 self._join(task, resumes=resumes)
             case KeepRecord():
-                below.keep(self._record(), then)
+                self._keep(then)
             case FollowBelow():
                 self._follow()
                 then()
@@ -442,7 +491,7 @@ class SimLeader:
         task = self.machine.next()
         match task:
             case KeepRecord():
-                self._below.keep(self._record(), self._offered)
+                self._keep(self._offered)
             case Rest(seconds):
                 self.later(seconds, self._offered)
             case LetGo():
@@ -474,6 +523,9 @@ class SimLeader:
 
     def _join(self, task: JoinAbove, *, resumes: bool) -> None:
         saved = self._saved.worker if resumes and self._saved is not None else None
+        gives_up = not resumes and (self._saved.worker is not None if self._saved is not None else not self._is_new)
+        if gives_up and self.asking is not None:
+            self.asking.machine.begin(self._versions, gives_up=True)
         self._instance += 1
         worker = self.worker_type(self, self._instance, self._above, self._agenda, self._rng, saved)
         self.workers.append(worker)
@@ -495,6 +547,9 @@ class SimLeader:
         match task:
             case JoinAbove(resumes):
                 self.worker = self.workers[-1]
+                self._settle_data()
+                if self.asking is not None:
+                    self.asking.look()
                 if self.worker.overtaken and self._below.has_newest():
                     self._above.history.violated(f"{self.cluster} sent what the newest record does not know of")
                 for fragment in self.worker.overtaken:
@@ -526,6 +581,7 @@ class SimLeader:
     def _exchanged(self) -> None:
         worker = self.worker
         assert worker is not None
+        self._settle_data()
         deferred = worker.machine.state.metrics.offline_exchanges
         self.machine.exchanged(self._moving(), deferred=deferred, told_to_end=worker.is_told_to_end)
         self._next()
@@ -549,12 +605,16 @@ class SimLeader:
         self._before = [self._below.model(f) for f in self._fragments]
         for fragment, target in enumerate(self._before):
             self.worker.follow(fragment, target)
+        if self.asking is not None:
+            self.worker.trained(self.asking.machine.followed(self._below.versions()))
 
     def _restore(self, is_in: tuple[int, ...]) -> None:
         saved = self._saved
         assert saved is not None
         self._shadow = list(saved.shadow)
         self._before = [saved.shadow[f] if f in is_in else saved.before[f] for f in self._fragments]
+        if self.asking is not None:
+            self.asking.machine.load_state(deepcopy(dict(saved.data)))
         self.machine.restored(self._moving(), rounds=saved.rounds + self._below.rounds_since(saved.version))
 
     def _record(self) -> SimLeaderRecord:
@@ -567,6 +627,7 @@ class SimLeader:
             moved=dict(machine.moved),
             version=self._below.version(),
             rounds=machine.rounds,
+            data=deepcopy(self.asking.machine.state()) if self.asking is not None else {},
         )
 
 

@@ -152,7 +152,7 @@ class Connections:
 
 
 @dataclass
-class _Account:
+class _LeakyBucket:
     level: float = 0.0
     at: float = 0.0
 
@@ -164,7 +164,7 @@ class Refusals:
 
     limits: ServiceLimits
     clock: Callable[[], float]
-    _accounts: OrderedDict[str, _Account] = field(default_factory=OrderedDict)
+    _accounts: OrderedDict[str, _LeakyBucket] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __len__(self) -> int:
@@ -172,7 +172,7 @@ class Refusals:
 
     def note(self, address: str) -> None:
         with self._lock:
-            account = self._accounts.setdefault(address, _Account())
+            account = self._accounts.setdefault(address, _LeakyBucket())
             account.level, account.at = self._level(account) + 1.0, self.clock()
             self._accounts.move_to_end(address)
             if len(self._accounts) > ADDRESSES:
@@ -183,7 +183,7 @@ class Refusals:
             account = self._accounts.get(address)
             return account is not None and self._level(account) > self.limits.free_refusals
 
-    def _level(self, account: _Account) -> float:
+    def _level(self, account: _LeakyBucket) -> float:
         passed_s = self.clock() - account.at
         level = max(account.level - passed_s * self.limits.refusals_per_s, 0.0)
         return min(level, 2.0 * self.limits.free_refusals)  # an address that stops is believed again within minutes

@@ -135,7 +135,7 @@ def write_header(facts: ModelFacts, tensors: Sequence[StoredTensor]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-class _Described(Plain, frozen=True):
+class _TensorEntry(Plain, frozen=True):
     dtype: Label
     shape: Annotated[tuple[Count, ...], Meta(max_length=64)]
     data_offsets: tuple[Count, Count]
@@ -155,7 +155,7 @@ def read_header(text: bytes | memoryview) -> ModelHeader:
         held: dict[str, Any] = decode_json(text, dict)
         metadata = convert(held.pop(METADATA, {}), dict[str, str])
         facts = decode_json(metadata.get(OURS, "").encode(), ModelFacts)
-        described = {convert(name, TensorName): convert(entry, _Described) for name, entry in held.items()}
+        described = {convert(name, TensorName): convert(entry, _TensorEntry) for name, entry in held.items()}
     except (BadRequest, msgspec.MsgspecError) as error:
         raise TransportError(f"the model's header cannot be read: {error}") from error
     tensors, offset = [], 0

@@ -2,7 +2,7 @@
 
 Over a long link a connection would else stand idle for a round trip after each part. HTTP/1.1 allows it (RFC 9112,
 9.3.2): a server reads one request after the other and answers in that order, at its own time. One thread at a time uses
-the socket, because OpenSSL wants it so; whoever has a request to send goes before who waits for an answer:
+the socket, because OpenSSL wants it so; a thread with a request to send goes before one that waits for an answer:
 
     part 1   send ······ read
     part 2        send ······ read
@@ -149,7 +149,7 @@ class _Lines(io.RawIOBase):
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._reader = _Reader(self)
+        self._reader = _AnswerReader(self)
 
     def makefile(self, *_: object) -> io.BufferedReader:
         return self._reader
@@ -161,7 +161,7 @@ class _Lines(io.RawIOBase):
         return sockets.receive_some(self._sock, memoryview(buffer))
 
 
-class _Reader(io.BufferedReader):
+class _AnswerReader(io.BufferedReader):
     def close(self) -> None:
         """Only one answer is over."""
 

@@ -71,7 +71,7 @@ class RelayTicket(Plain, frozen=True):
 
 
 @dataclass(frozen=True)
-class _Ticket:
+class _TunnelTicket:
     secret: str
     target: str
     address: str
@@ -94,7 +94,7 @@ class Relay:
         self._targets = {_place(target) for target in targets}
         self._limits, self._clock = limits, clock
         self._lock = threading.Lock()
-        self._tickets: deque[_Ticket] = deque()
+        self._tickets: deque[_TunnelTicket] = deque()
         self._given: dict[str, deque[float]] = {}  # by address: when
         self._tunnels: Counter[str] = Counter()  # by address
         self.carried_bytes = 0
@@ -132,10 +132,10 @@ class Relay:
                 raise QuotaExceeded("too many tunnels in a minute", retry_after_s=60.0 - (now - given[0]))
             given.append(now)
             secret = secrets.token_hex(16)
-            self._tickets.append(_Ticket(secret, target, address, now + limits.ticket_s))
+            self._tickets.append(_TunnelTicket(secret, target, address, now + limits.ticket_s))
             return secret
 
-    def _redeem(self, secret: str, target: str) -> _Ticket | None:
+    def _redeem(self, secret: str, target: str) -> _TunnelTicket | None:
         with self._lock:
             self._forget(self._clock())
             for ticket in self._tickets:
@@ -216,13 +216,13 @@ class Relay:
             for end in (near, far):
                 block(end, self._limits.idle_s)
             near.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
-            tunnel = _Tunnel(near, far, self._limits.idle_s, self._clock)
+            tunnel = _RelayedTunnel(near, far, self._limits.idle_s, self._clock)
             tunnel.carry()
         with self._lock:
             self.carried_bytes += tunnel.carried_bytes
 
 
-class _Tunnel:
+class _RelayedTunnel:
     """Two directions, each with a thread; when one ends, both do."""
 
     def __init__(self, near: socket.socket, far: socket.socket, idle_s: float, clock: Callable[[], float]) -> None:

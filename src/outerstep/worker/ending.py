@@ -1,8 +1,8 @@
-"""The end of a worker in a run without a server: where the agreed model is, which no server has.
+"""The end of a worker in a run without a server: where to find the agreed model, which no server holds.
 
-A peer with a folder writes it there, in `model`: the weights that were last agreed on (its own steps since then are not
-in it), and the configuration of a Hugging Face model, so that `from_pretrained` loads it. Any other says that it is in
-its memory alone.
+A peer with a folder writes the model to its subfolder `model`: the weights last agreed on (without the peer's steps
+since then), and the configuration of a Hugging Face model, so that `from_pretrained` loads it. A peer without a folder
+logs that only its memory holds the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def report_end(
     *,
     is_alone: bool,
 ) -> RunEnded | None:
-    """None: there is a server, which says it. `is_alone`: this process is no part of a group, which is one worker."""
+    """Say where the model is. None: a server says so itself. `is_alone`: this process is not part of a group."""
     if config.topology not in WITHOUT_SERVER:
         return None
     ended = RunEnded(
@@ -50,7 +50,7 @@ def report_end(
 
 
 def _save(config: WorkerConfig, model: nn.Module, replica: Replica) -> str:
-    """Where it was written; "" = nowhere."""
+    """Write the model. Returns where; "" = nowhere."""
     folder = config.gossip.peer_dir
     if config.topology != "gossip" or folder is None or not replica.anchors:
         return ""
@@ -67,7 +67,7 @@ def _save(config: WorkerConfig, model: nn.Module, replica: Replica) -> str:
 
 
 def agreed_state(model: nn.Module, replica: Replica) -> dict[str, Tensor]:
-    """The model's state with the agreed weights in place of this worker's own; a tied tensor once."""
+    """The model's state with the agreed weights in place of this worker's own; each tied tensor once."""
     aliases = replica.manifest.aliases
     state = {name: tensor for name, tensor in model.state_dict().items() if name not in aliases}
     return {

@@ -4,17 +4,17 @@ A script that loads a checkpoint inside the `with` (Hugging Face's `resume_from_
 leaves weights in the model that this worker has not learned. Sent as a pseudo-gradient they would pull the agreed model
 to wherever that checkpoint was.
 
-Two traces are looked at. Torch counts the in-place writes to a tensor (`_version`); loading is one, whatever does it.
-And a few values are remembered: weights that were swapped out for an evaluation and back again (an average of them,
-say) have other counters and the same values, and did not change; those written through `.data` have other values and
-the same counters. A look costs the same for every size of model, so it does not see an edit of one small layer among
-many; what a load does, it does to all of them.
+The watch compares two traces. Torch counts the in-place writes to a tensor (`_version`), and every load writes in
+place. And a few values are remembered: weights that were swapped out for an evaluation and back again (for their
+average, say) have other counters but the same values, and have not changed; weights written through `.data` have other
+values but the same counters. A look costs the same for every size of model. So it may miss an edit of one small layer
+among many; a load writes to all of them.
 
     record              after each step, and after each write of our own
     look                before the next step, and before anything is sent
 
-On a GPU, to read a value is to wait for the device. There values are read only if a counter has moved, or `closely`:
-before the first step after an exchange, and at the end.
+On a GPU, reading a value means waiting for the device. There, values are read only if a counter has moved, or if the
+look is a close one: before the first step after an exchange, and at the end.
 """
 
 from __future__ import annotations
@@ -26,30 +26,28 @@ from torch import Tensor
 
 from .replica import Replica
 
-LOOKED_AT = 6  # parameters; more of them make every step slower
-VALUES = 16  # of each
-ROUNDING = 2e-6  # relative to the largest value: weights that were averaged and brought back differ by so much
+LOOKED_AT = 6  # parameters; each one more makes every step slower
+VALUES = 16  # of each parameter
+ROUNDING = 2e-6  # relative to the largest value; averaging weights and restoring them changes them by less
 NOTHING = torch.empty(0)
 
 
 class OutsideWatch:
-    """Over the parameters of one optimizer. `changed`: somebody else moved them, and it was not dealt with yet."""
+    """Watches the parameters of one optimizer. `changed`: something else has moved them, and nobody has reacted yet."""
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, *, changed: bool = False) -> None:
-        """(Parameters of other optimizers are theirs to move; those of this one are moved by nobody else.)"""
+        """(Only this optimizer may move its parameters; those of other optimizers are not watched.)"""
         self._replica = replica
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         names = replica.parameters_among(held)
-        matrices = [
-            name for name in names if replica.tensors[name].dim() > 1
-        ]  # norms and biases may stay what they are
+        matrices = [name for name in names if replica.tensors[name].dim() > 1]  # norms and biases may never move
         self._names = _spread(matrices or names)
         self.changed = changed
         self.record(anew=True, closely=True)
 
     def record(self, *, anew: bool = False, closely: bool = False) -> None:
-        """The weights are what they should be. `anew`: they may lie elsewhere than before; `closely`: the next look is
-        a close one."""
+        """Record the weights: they are as they should be. `anew`: they may be in other memory than before; `closely`:
+        make the next look a close one."""
         if anew:
             self._find()
         self._closely = closely
@@ -57,7 +55,7 @@ class OutsideWatch:
         self._values = torch.cat(self._spots) if self._spots else NOTHING  # on a GPU without waiting for it
 
     def look(self, *, closely: bool = False) -> None:
-        """Have they moved since the last record?"""
+        """Set `changed` if the weights have moved since the last record."""
         if self.changed:
             return
         closely, self._closely = closely or self._closely, False
@@ -76,12 +74,12 @@ class OutsideWatch:
         self._looked = [tensor for tensor in tensors if tensor.numel()]
         self._spots = [_middle(tensor) for tensor in self._looked if tensor.device == self._looked[0].device]
         self._on_host = all(spot.device.type == "cpu" for spot in self._spots)
-        # `.data` may be given other memory, and then seldom in one parameter alone.
+        # Code that gives `.data` other memory seldom does so for one parameter alone.
         self._place = self._looked[0].data_ptr() if self._looked else 0
 
     def _differs(self) -> bool:
-        """For certain."""
-        self._find()  # they may lie elsewhere
+        """Compare all recorded values."""
+        self._find()  # they may be in other memory
         now = torch.cat(self._spots) if self._spots else NOTHING
         before, now = self._values.double(), now.double()
         largest = max(before.nan_to_num(posinf=0.0, neginf=0.0).abs().tolist(), default=0.0)
@@ -89,13 +87,13 @@ class OutsideWatch:
 
 
 def _middle(tensor: Tensor) -> Tensor:
-    """Some values of it, as a view."""
+    """A few values from the middle of a tensor, as a view."""
     row = tensor.detach()[tuple(size // 2 for size in tensor.shape[:-1])]
     return row.view(1) if row.dim() == 0 else row[max(0, row.numel() // 2 - VALUES // 2) :][:VALUES]
 
 
 def _spread(names: Iterable[str]) -> list[str]:
-    """The first, the last, and some between them."""
+    """The first one, the last one, and some in between."""
     found = list(names)
     if len(found) <= LOOKED_AT:
         return found

@@ -1,5 +1,5 @@
-"""The local copy of the model, and the anchor it started from. If the model is sharded (FSDP2), both are this
-process's rows of it."""
+"""The local copy of the model, and the anchor it started from. If the model is sharded (FSDP2), both hold only the
+rows of this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..types import Plan
 
 @dataclass(frozen=True)
 class AnchorBlock:
-    """Some values of one tensor: `local`, `anchor` (θ) and `theta` (θ′) hold the same ones."""
+    """A range of values of one tensor, in `local`, in `anchor` (θ) and in `theta` (θ′)."""
 
     name: str
     start: int
@@ -35,7 +35,7 @@ class AnchorBlock:
     theta: Tensor
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The same values of another set of tensors, on the same device."""
+        """The same range of another set of tensors, on the same device."""
         values = tensors[self.name].reshape(-1)[self.start : self.stop].view(self.theta.shape)
         return values.to(self.theta.device, non_blocking=True)
 
@@ -46,12 +46,12 @@ NOTHING = torch.empty(0)
 
 @dataclass(eq=False)
 class Differences:
-    """Anchor − local, computed block by block on demand: the weights must not change meanwhile. `_shuttle`: made for
+    """Anchor − local, computed block by block on demand. The weights must not change meanwhile. `_shuttle` is made for
     the first anchor that is on another device than the weights."""
 
     _anchors: Mapping[str, Tensor]
     _locals: Mapping[str, Tensor]
-    _name: str = ""  # of the tensor that these two are of
+    _name: str = ""  # the tensor that `_anchor` and `_local` belong to
     _anchor: Tensor = NOTHING
     _local: Tensor = NOTHING
     _scratch: Tensor = NOTHING
@@ -96,7 +96,7 @@ class Replica:
             from .shards import Locals, find_shards, reshard
 
             self._reshard = partial(reshard, model)
-            self._reshard()  # so that the model's parameters are those that the optimizer holds
+            self._reshard()  # so that the model holds the same parameters as the optimizer
             tensors, self.manifest = describe(model, buffers)
             self.shards = find_shards(model, tensors)
             self.tensors: Mapping[str, Tensor] = Locals(tensors)
@@ -124,7 +124,7 @@ class Replica:
         warm_up((plan.codec, plan.down_codec), {tensor.device for tensor in self.tensors.values()})
 
     def by_id(self, facts: Mapping[str, int]) -> dict[int, int]:
-        """What is told of each tensor, by the `id` of the object in the model."""
+        """`told` of each tensor, keyed by the `id` of the object in the model."""
         return {held: facts[name] for name, held in self._ids.items() if name in facts}
 
     def parameters_among(self, ids: Container[int]) -> list[str]:
@@ -132,12 +132,12 @@ class Replica:
         return [name for name, held in self._ids.items() if held in ids and name not in self._statistics]
 
     def deltas(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """What we learned since the anchor; all of it, kept where the anchor is."""
+        """What was learned since the anchor, as a copy on the anchor's device."""
         return {name: self._delta(name) for name in names if name in self.tensors}
 
     def moved_statistics_alone(self, names: Iterable[str]) -> bool:
-        """Is it only BatchNorm's running means and their like that changed? Of a model without any a norm says as much.
-        The smallest parameters come first, so that one that trains is found at once."""
+        """Has nothing changed but running statistics (BatchNorm)? A model without statistics is not asked: there the
+        norm of Δ says as much. The smallest parameters are looked at first, to find one that trains at once."""
         if not self._statistics or self.shards.sections > 1 or not self.shards.by_rows:
             return False
         learned = sorted(
@@ -160,27 +160,27 @@ class Replica:
     def to_send(
         self, names: Iterable[str], *, keep: bool
     ) -> tuple[Deltas | dict[str, Tensor], dict[str, Tensor] | None]:
-        """What a contribution is made of; and, to `keep`, a copy of it."""
+        """What a contribution is encoded from; and a copy of it, if it is to be kept."""
         kept = self.deltas(names) if keep else None
         return (Differences(self.anchors, self.tensors) if kept is None or self._on_host else kept), kept
 
-    # Each of these applies the update of an anchor: it moves the local weights, then the anchor, θ ← θ′. True: the
-    # anchor is the agreed one now.
+    # Each of these applies an anchor's update: it moves the local weights, and then the anchor, θ ← θ′. It returns
+    # whether the anchor is the agreed one now.
 
     def adopt(self, update: AnchorUpdate) -> bool:
-        """Our steps are in it (or there were none): local = anchor = θ′."""
+        """All our steps are in the agreement: local = anchor = θ′."""
         return self._apply(update, _adopt, _adopt, in_place=True)
 
     def rebase(self, update: AnchorUpdate) -> bool:
-        """The round closed without us: move along, keep our unsent steps."""
+        """The round closed without us: local += θ′ − θ, which keeps our unsent steps."""
         return self._apply(update, lambda block: rebase(block.local, block.anchor, block.theta), _adopt)
 
     def carry(self, update: AnchorUpdate, sent: Mapping[str, Tensor]) -> bool:
-        """Our contribution is in it; the steps since then stay ours."""
+        """Our contribution is in the agreement; the steps taken since then are kept."""
         return self._apply(update, lambda block: carry(block.local, block.anchor, block.theta, block.of(sent)), _adopt)
 
     def mix(self, update: AnchorUpdate, alpha: float) -> bool:
-        """Our contribution is in it; of the steps since then, α stays."""
+        """Our contribution is in the agreement; a share α of the steps taken since then is kept."""
 
         def moved(block: AnchorBlock) -> None:
             mix(block.local, block.theta, alpha)
@@ -188,7 +188,7 @@ class Replica:
         return self._apply(update, moved, moved, in_place=True)
 
     def prove(self, update: AnchorUpdate) -> bool:
-        """Is our anchor the agreed one? Nothing moves."""
+        """Check that our anchor is the agreed one. Nothing moves."""
         for name in update.names:
             anchor = self._anchor(name)
             for start, stop in cuts(anchor.numel(), anchor.device):
@@ -196,8 +196,9 @@ class Replica:
         return update.is_proven
 
     def _apply(self, update: AnchorUpdate, move: Move, move_statistic: Move, *, in_place: bool = False) -> bool:
-        """One pass over the memory, in blocks; `in_place` if the local weights move without θ. (A statistic forgets by
-        itself, and l + (θ′ − θ) of a variance may be negative, so it is never carried along but taken as agreed.)"""
+        """Pass over the memory once, in blocks. `in_place`: the local weights move without looking at θ. (Running
+        statistics are always taken as agreed: they forget by themselves, and l + (θ′ − θ) of a variance may be
+        negative.)"""
         is_apart = False  # is an anchor on another device than the weights?
         try:
             for name in update.names:
@@ -212,7 +213,7 @@ class Replica:
         finally:
             if is_apart:
                 self._shuttle.wait()
-        self._reshard()  # so that no copy of the earlier weights is used any more
+        self._reshard()  # drop gathered copies of the earlier weights
         return update.is_proven
 
     def _blocks(self, name: str, update: AnchorUpdate, *, in_place: bool) -> Iterator[AnchorBlock]:
@@ -231,7 +232,7 @@ class Replica:
             yield AnchorBlock(name, 0, local.numel(), local, held.view(local.shape), theta.view(local.shape))
 
     def _anchor(self, name: str) -> Tensor:
-        """Flat."""
+        """The anchor of this tensor, flat; made if there is none yet."""
         if name not in self.anchors:
             local = self.tensors[name]
             device = torch.device("cpu") if self._on_host else local.device
@@ -239,23 +240,23 @@ class Replica:
         return self.anchors[name].view(-1)
 
     def load_anchors(self, saved: Mapping[str, Tensor]) -> None:
-        """Copy the saved anchors, in fp32 as they were."""
+        """Copy saved anchors, which are fp32."""
         for name in self.tensors:
             self._anchor(name).copy_(saved[name].reshape(-1))
 
     def local_hash(self) -> str:
-        """The hash of the local weights, as they are."""
+        """The hash of the local weights."""
         return values_hash(local.detach() for local in self.tensors.values())
 
     def adopt_anchor(self) -> None:
-        """local = anchor, all of it."""
+        """local = anchor, for the whole model."""
         for name, local in self.tensors.items():
             adopt(local, self.anchors[name])
         self._reshard()
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
-        """Inside, the model holds the anchor; afterwards, its own weights again."""
+        """Inside the block the model holds the anchor; afterwards it holds its own weights again."""
         own = {name: p.detach().clone() for name, p in self.tensors.items()}
         try:
             self.adopt_anchor()

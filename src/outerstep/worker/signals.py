@@ -1,6 +1,6 @@
 """SIGTERM, SIGUSR1 and Ctrl-C, kept until the training thread is at a safe point.
 
-A signal may come in the middle of anything: while a contribution is encoded, while its round is waited for. So its
+A signal may come at any moment: while a contribution is encoded, or while the worker waits for its round. So its
 handler takes a note and nothing more. The training thread reads the note after each optimizer step, and while it waits
 for a round; there the worker contributes what it has and leaves, within `patience_s` of the signal.
 
@@ -8,8 +8,8 @@ for a round; there the worker contributes what it has and leaves, within `patien
     SIGTERM    the same; a loop that goes on regardless is ended at its next step, with exit code 143
     Ctrl-C     the same with KeyboardInterrupt (exit code 130); a second one does not wait for a safe point
 
-Whoever has a handler of their own for a signal keeps it: it is called as well, and the end of the process is theirs. In
-a process that was forked (a DataLoader's, say) a signal does what it did before there was a worker.
+A script's own handler for a signal stays: it is called as well, and then decides about the end of the process. In a
+forked process (a DataLoader's, say) a signal does what it did before there was a worker.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Any
 
 DEFERRED: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM)
 NAMES = {signal.SIGUSR1: "SIGUSR1", signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-LEAST_S = 2.0  # however late the step after the signal ends: a small contribution still gets through
+LEAST_S = 2.0  # granted however late the step after the signal ends, so that a small contribution still gets through
 
 
 class Interrupts:
-    """`asked`: the signal that asks this worker to go, 0 = none. A later one counts only if it asks for more."""
+    """A worker's signals. `asked`: the one that asks it to leave, 0 = none; a later one counts if it asks for more."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._patience_s = patience_s
@@ -40,13 +40,13 @@ class Interrupts:
         self._leave_by = 0.0
         self._pressed = False  # Ctrl-C, once
         self.asked = 0
-        self.reason = ""  # what the others are told
+        self.reason = ""  # for the server and the other workers
 
     # --- handlers -------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """In the main thread; in any other nobody hears signals. What is ignored stays ignored, what a library handles
-        in C stays its own, and at a Python prompt Ctrl-C keeps its meaning."""
+        """Install the handlers, in the main thread (no other thread can). Ignored signals stay ignored, handlers that a
+        library has set in C stay, and at a Python prompt Ctrl-C keeps its meaning."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._process = os.getpid()
@@ -59,8 +59,8 @@ class Interrupts:
             signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """As it was before, unless somebody has put another handler there since."""
-        self._process = 0  # from here on we pass on what still comes to us
+        """Restore the earlier handlers, except where another one has been installed since."""
+        self._process = 0  # from here on, pass on what still arrives
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
                 if signal.getsignal(number) == self._note:
@@ -88,7 +88,7 @@ class Interrupts:
             os.kill(os.getpid(), number)
 
     def _prior(self, number: int) -> Any:
-        """The handler that was there before: of those that other workers put there, one whose worker still lives."""
+        """The handler before ours. A handler of another worker counts only while that worker lives."""
         before = self._before.get(number, signal.SIG_DFL)
         owner = getattr(before, "__self__", None)
         return owner._prior(number) if isinstance(owner, Interrupts) and not owner._process else before
@@ -100,7 +100,7 @@ class Interrupts:
     # --- for the training thread ----------------------------------------------------------------------------------
 
     def ask(self, number: int) -> None:
-        """SIGTERM asks for more than SIGUSR1, and Ctrl-C for as much: the process is to end."""
+        """Note a signal. SIGTERM and Ctrl-C ask for more than SIGUSR1: the process is to end."""
         if not self.asked:
             self._leave_by = self._clock() + self._patience_s
         if self.asked in (0, signal.SIGUSR1):
@@ -113,11 +113,11 @@ class Interrupts:
         return bool(self.asked) and self._clock() > self._leave_by
 
     def at_safe_point(self) -> None:
-        """What is to be contributed is contributed from here on: there is a little time for it in any case."""
+        """The worker begins to contribute what it has; it gets a little time for that in any case."""
         self._leave_by = max(self._leave_by, self._clock() + LEAST_S)
 
     def insist(self) -> None:
-        """The worker has left, and the loop has taken another step: end it, if that was what the signal asked for."""
+        """End a loop that takes another step after the worker has left, if the signal asked for that."""
         if self._is_users(self.asked):
             return
         if self.asked == signal.SIGTERM:
@@ -128,8 +128,8 @@ class Interrupts:
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """For what must not be done by half: inside, a signal with a handler in Python (which may raise) is answered at the
-    end. Only the main thread is ever interrupted; elsewhere this does nothing."""
+    """Protects what must not be interrupted half-way: signals with a handler in Python, which may raise, are handled at
+    the end of the block. Only the main thread is ever interrupted; in other threads this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -143,13 +143,13 @@ def deferred() -> Iterator[None]:
                 signal.signal(number, lambda number, frame: came.append((number, frame)))
         yield
     finally:
-        for number, handler in reversed(handlers.items()):  # Ctrl-C last: until then it waits
+        for number, handler in reversed(handlers.items()):  # Ctrl-C last, so that it waits until then
             signal.signal(number, handler)
         for number, frame in came:
             handlers[number](number, frame)
 
 
 def _say(text: str) -> None:
-    """Not through logging or print: the signal may have come in the middle of one of their lines."""
+    """Write to stderr directly: the signal may have come in the middle of a line of logging or print."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nouterstep: {text}\n".encode())

@@ -1,7 +1,7 @@
 """The worker's half of a round, on tensors: carries out what the worker's machine decides.
 
-coordination/worker/machine.py says what is sent, waited for and adopted; here are the weights, the tickets and the log.
-Everything in it runs in the training thread; what travels, travels in the topology's threads.
+coordination/worker/machine.py decides what is sent, waited for and adopted. This module holds the weights, the tickets
+and the log. All of it runs in the training thread; the topology's own threads send and receive.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from .watching import Watching
 
 log = logging.getLogger(__name__)
 
-SHOW_AFTER_S = 1.0  # from here on a terminal shows a line that comes and goes,
-SAY_SO_S = 5.0  # a worker that waits longer than this says for whom,
-SAY_AGAIN_S = 60.0  # after this again, and then each time that it has waited twice as long
+SHOW_AFTER_S = 1.0  # a worker that waits longer than this shows so on a terminal, in a line that disappears again;
+SAY_SO_S = 5.0  # longer than this, it logs for whom it waits,
+SAY_AGAIN_S = 60.0  # again after this, and then each time the wait has doubled
 
 MESSAGES: dict[NoteKind, tuple[int, str]] = {
     "agreed": (
@@ -140,9 +140,9 @@ class Synchronizer:
         story: Story | None = None,
         describe: Callable[[Units], tuple[Trained, ...]] = lambda units: (),
     ) -> None:
-        """`on_reload`: the agreed weights have replaced the local ones. `saved`: resume from there. `on_sent`: a new
-        contribution is part of `state_dict` now. `loss`: the last that was reported, to be told with each. `describe`:
-        which units of leased data these numbers are."""
+        """`on_reload` is called when the agreed weights have replaced the local ones, `on_sent` when a new contribution
+        has become part of `state_dict`. `saved`: the state to resume from. `loss`: gives the last reported loss, which
+        goes with each contribution. `describe`: turns numbers of leased units into places of a dataset."""
         self._topology, self._replica, self._on_reload, self._events = topology, replica, on_reload, events or FanOut()
         replica.prepare(joined.plan)
         self._worker_id, self._on_sent, self._loss = joined.worker_id, on_sent, loss
@@ -150,7 +150,7 @@ class Synchronizer:
         self._story = story or Story()
         self._reports: list[Callable[..., RoundReport]] = []
         self._driven_at: float | None = None  # None: it is still joining
-        self._interrupts = interrupts or Interrupts(0.0)  # one that nobody asks anything
+        self._interrupts = interrupts or Interrupts(0.0)  # without handlers: no signal ever asks
         self._tickets: dict[int, Ticket] = {}
         self._late: dict[int, Ticket] = {}
         self._sent: dict[int, dict[str, Tensor]] = {}
@@ -177,16 +177,16 @@ class Synchronizer:
     # --- events ---------------------------------------------------------------------------------------------------
 
     def stepped(self, *, changed: bool = False) -> bool:
-        """One optimizer step was taken. Says whether something was exchanged. `changed`, here and below: somebody else
-        has moved the weights since the step before."""
+        """One optimizer step was taken. Returns whether something was exchanged. `changed`, here and below: the weights
+        have moved since the last step, and no step of ours moved them."""
         return self._drive(partial(self.machine.stepped, changed=changed))
 
     def sync_all(self, *, changed: bool = False) -> None:
-        """Exchange every fragment that holds unsent steps, now."""
+        """Exchange every fragment that has unsent steps, now."""
         self._drive(partial(self.machine.sync_all, changed=changed))
 
     def finish(self, *, keep_local: bool, patience_s: float, changed: bool = False) -> None:
-        """The end of training: contribute the remaining steps."""
+        """End the training: contribute the remaining steps."""
         if keep_local:
             self._own = {name: p.detach().clone() for name, p in self._replica.tensors.items()}
         self._patience_s = patience_s
@@ -195,7 +195,7 @@ class Synchronizer:
             self._part(self._topology, patience_s)
 
     def _part(self, topology: Parting, patience_s: float) -> None:
-        """All that was learned is in the agreement: what moves it once more, moves the weights as far."""
+        """Everything learned is in the agreement: a further move of the anchor moves the weights as far."""
         tickets = topology.part(patience_s)
         for ticket in tickets:
             agreed = ticket.finish()
@@ -205,7 +205,7 @@ class Synchronizer:
             self._replica.restore(self._own)
 
     def cancel(self) -> None:
-        """Stop sending; nothing more will be adopted."""
+        """Stop sending. Nothing more will be adopted."""
         for ticket in self._tickets.values():
             ticket.cancel()
 
@@ -215,8 +215,8 @@ class Synchronizer:
         return state | {"changed": True} if changed else state
 
     def _drive(self, event: Callable[[], list[Effect]]) -> bool:
-        """An event, what comes of it, and the wait that it begins. However that ends: what was sent is remembered, and
-        the time counted. Says whether something was exchanged."""
+        """Give the machine an event, carry out its effects, and wait as long as it waits. However that ends, what was
+        sent is remembered and the time is counted. Returns whether something was exchanged."""
         machine, waited = self.machine, False
         self._driven_at = began_at = time.monotonic()
         try:
@@ -252,7 +252,7 @@ class Synchronizer:
         return waited or bool(effects)
 
     def report(self) -> None:
-        """Tell what was adopted since the last report."""
+        """Report what was adopted since the last report."""
         made, self._reports = self._reports, []
         for make in made:
             report = make(metrics=self.watching.metrics)
@@ -262,7 +262,7 @@ class Synchronizer:
     # --- effects --------------------------------------------------------------------------------------------------
 
     def _do(self, effects: list[Effect], intact: bool = True) -> None:
-        """`intact`: a move among them has made the anchor the agreed one."""
+        """Carry out effects. `intact`: a move among them has made the anchor the agreed one."""
         for effect in effects:
             match effect:
                 case Send():
@@ -359,8 +359,8 @@ class Synchronizer:
         self._agreed[agreed.fragment] = ticket, agreed
 
     def _land(self, event: Callable[[], list[Effect]]) -> None:
-        """State and weights change together, or not at all: Ctrl-C waits for both. `intact`: a move of local weights
-        and anchor has made the anchor the agreed one."""
+        """Change state and weights together: Ctrl-C waits until both are done. `intact`: a move of local weights and
+        anchor has made the anchor the agreed one."""
         intact, lost_before = True, self.machine.state.metrics.steps_discarded
         sent = {
             fragment: (flight.work - self.machine.state.fragments[fragment].counted).steps
@@ -396,7 +396,7 @@ class Synchronizer:
         self._do(effects, intact)
 
     def _note_round(self, effects: list[Effect], sent: dict[int, int], discarded: int) -> None:
-        """For the next report. `sent`: steps in flight before."""
+        """Note what was adopted, for the next report. `sent`: steps that were in flight before."""
         notes = {effect.kind for effect in effects if isinstance(effect, Note)}
         for move in effects:
             if not isinstance(move, Adopt | Rebase | Carry | Mix) or self._driven_at is None or "mended" in notes:
@@ -425,8 +425,8 @@ class Synchronizer:
             )
 
     def _note_zeros(self, fragment: int, norm: float | None, steps: int) -> None:
-        """`norm` is that of this worker's contribution, if it counts in the round. A fragment may be frozen: only if
-        none has learned anything is something wrong. Said once, until one has."""
+        """Warn if no fragment has learned anything: one alone may be frozen. `norm`: of this worker's contribution, if
+        it counts in the round. The warning is repeated only after a fragment has learned something."""
         if norm is None:
             return
         learned = len(self._zeros) < len(self.machine.plan.fragments)

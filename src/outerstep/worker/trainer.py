@@ -71,7 +71,7 @@ class DiLoCoTrainer:
             buffers: the model's (BatchNorm's statistics) are aggregated too, or stay each trainer's own.
         """
         self.model, self.inner_optimizer, self._loss_fn = model, inner_optimizer, loss_fn
-        self._rounds: _Rounds
+        self._rounds: _TrainerRounds
         if server_addr is not None or "topology" in settings:
             settings |= {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov}
             settings |= {"outer_optimizer": outer_optimizer, "outer_options": outer_options}
@@ -202,7 +202,7 @@ class DiLoCoTrainer:
             self._rounds.abandon(f"{type(error).__name__}: {error}".removesuffix(": "))
 
 
-class _Rounds(Protocol):
+class _TrainerRounds(Protocol):
     """How a trainer comes to agreements."""
 
     @property

@@ -4,8 +4,8 @@
     inner_grad_norm    ‖∇‖ at the last step that exchanged          agreement that was adopted
     pseudo_grad_norm, peer_grad_similarity, aggregated_grad_norm, weight_divergence:     core/watch.py
 
-Always on, because nothing here costs a step that exchanges nothing anything: what a topology knows is added up when an
-agreement comes in, and the gradients are looked at only then.
+It is always on, because a step that exchanges nothing pays nothing for it: metrics are added up, and gradients read,
+only when an agreement arrives.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from ..coordination.worker.machine import Work
 from ..core.watch import whole_model
 from ..types import Watched
 
-LOSS_MEMORY = 0.9  # of the running mean: the last ten losses or so
+LOSS_MEMORY = 0.9  # the running mean covers about ten losses
 
 
 class Watching:
-    """`steps`: how many the worker has taken when this process begins."""
+    """The metrics of one worker. `steps`: how many it had taken when this process began."""
 
     def __init__(self, steps: int = 0) -> None:
         self.inner_loss: float | None = None
         self.inner_grad_norm: float | None = None
         self.loss_before_sync: float | None = None
         self.loss_after_sync: float | None = None
-        self.batch_size = 0  # samples of a step between the last two exchanges, as the script counts them; 0 = unsaid
-        self._counted = (0, 0)  # steps and samples, at the last of them
-        self._rounds: dict[int, Watched] = {}  # by fragment, the last
+        self.batch_size = 0  # samples per step between the last two exchanges, if the script counts them; 0 = unknown
+        self._counted = (0, 0)  # steps and samples at the last exchange
+        self._rounds: dict[int, Watched] = {}  # each fragment's last round
         self._began_at = steps
         self._before_step: bool | None = None  # is a loss reported before its optimizer step? None = not known yet
-        self._adopted: tuple[int, float | None] | None = None  # at which step, and the loss then; until it is compared
+        self._adopted: tuple[int, float | None] | None = (
+            None  # the step and the loss, until the next loss is compared with it
+        )
 
     def reported(self, loss: float | None, steps: int) -> None:
-        """A loss, after so many optimizer steps. It is of the weights before the last of them, if the user's loop
-        reports after its step; which it does if it has taken one before its first report."""
+        """Take a loss that was reported after so many optimizer steps. A loop that reports after its step reports the
+        loss of the weights before that step; a loop does so if it has taken a step before its first report."""
         if self._before_step is None:
             self._before_step = steps == self._began_at
         if loss is None:
-            self.inner_loss = None  # it is not finite: a mean of what was before would hide that
+            self.inner_loss = None  # it is not finite: the earlier mean would hide that
             return
         if self._adopted is not None and steps >= self._adopted[0] + (not self._before_step):
             self.loss_before_sync, self.loss_after_sync = self._adopted[1], loss
@@ -54,11 +56,11 @@ class Watching:
         self.inner_loss = loss if before is None else LOSS_MEMORY * before + (1.0 - LOSS_MEMORY) * loss
 
     def adopted(self, fragment: int, watched: Watched | None, steps: int) -> None:
-        """An agreement is adopted, after so many steps."""
+        """Note an adopted agreement, after so many steps."""
         self._adopted, last = (steps, self.inner_loss), self._rounds.get(fragment)
         if watched is None:
             return
-        if watched.pseudo_grad_norm is None and last is not None:  # a round without us
+        if watched.pseudo_grad_norm is None and last is not None:  # the round closed without us
             watched = replace(watched, pseudo_grad_norm=last.pseudo_grad_norm)
         self._rounds[fragment] = watched
 
@@ -70,8 +72,8 @@ class Watching:
         sections: int = 1,
         holders: Mapping[int, int] | None = None,
     ) -> None:
-        """After a step that exchanged something: its gradients are still there. `gather`, `sections` and `holders`: as
-        in `gradient_norm`."""
+        """Read the gradients after a step that exchanged something: they are still there. `gather`, `sections` and
+        `holders`: as in `gradient_norm`."""
         self.inner_grad_norm = gradient_norm(optimizer, gather, sections, holders)
         steps, samples = work.steps - self._counted[0], work.samples - self._counted[1]
         if steps > 0:
@@ -79,7 +81,7 @@ class Watching:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """By name, of the whole model; None = not known (yet)."""
+        """The metrics of the whole model, by name; None = not known (yet)."""
         return {
             "inner_loss": self.inner_loss,
             "inner_grad_norm": self.inner_grad_norm,
@@ -95,11 +97,11 @@ def gradient_norm(
     sections: int = 1,
     holders: Mapping[int, int] | None = None,
 ) -> float | None:
-    """‖∇‖ of the gradients that the optimizer has just used. None: there are none any more, or they are not finite.
+    """‖∇‖ of the gradients that the optimizer has just used. None: they are gone, or not finite.
 
-    `gather`: tells every rank of a job what all say; where `sections` of each tensor are spread over them (FSDP2), of
-    the ranks that hold the same rows each counts its share. `holders`: of a job of another shape, how many ranks hold
-    the same of a parameter (by its id)."""
+    `gather` collects one number from every rank of a job. `sections`: into how many parts each tensor is sharded
+    (FSDP2); ranks that hold the same rows count their share of the norm each. `holders`: in a job of another shape, how
+    many ranks hold the same part of a parameter, by the parameter's id."""
     if holders is not None and gather is not None:
         return _norm_of_all(optimizer, gather, holders)
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -115,7 +117,7 @@ def gradient_norm(
 def _norm_of_all(
     optimizer: torch.optim.Optimizer, gather: Callable[[float], list[float]], holders: Mapping[int, int]
 ) -> float | None:
-    """Σ over ranks and parameters of ‖∇‖² / how many ranks hold the same."""
+    """√Σ over ranks and parameters of ‖∇‖² / (how many ranks hold the same part)."""
     alike: dict[int, list[Tensor]] = {}
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -129,7 +131,7 @@ def _norm_of_all(
 
 @torch.no_grad()
 def _squares(grads: list[Tensor]) -> float:
-    """Σ x² of all; a GPU is asked once."""
+    """Σ x² of all gradients; each device is synchronized once."""
     norms: dict[torch.device, list[Tensor]] = {}
     for grad in grads:
         values = grad.coalesce().values() if grad.is_sparse else grad

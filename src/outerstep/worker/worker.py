@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..attached import note_attached
 from ..config import WorkerConfig, build
-from ..coordination.worker.machine import Offline, Work
+from ..coordination.worker.machine import Offline, Units, Work, WorkerState
 from ..data.leased import Leased, LeasedData
 from ..defaults import METRICS_FOLDER
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
@@ -40,7 +40,7 @@ from ..observe.sinks import METRICS_FILE, MetricsFile
 from ..observe.story import Story
 from ..schedule import due_fragment
 from ..topology.protocol import Divided, LossTeller, Orders, Topology, Tracked, WorkerControl
-from ..types import MemberFacts, Plan, assignment_of
+from ..types import MemberFacts, Plan, Trained, assignment_of
 from . import saved
 from .advice import Advice, AdviceObserver
 from .connect import connect, find_ranks, make_identity
@@ -156,6 +156,7 @@ class DiLoCoWorker:
         self._in_hook = False
         self.should_stop = False  # the run wants this worker to end: it has contributed and left
         self.on_sent: Callable[[], None] = lambda: None  # a new contribution is part of `state_dict`
+        self.describe_units: Callable[[Units], tuple[Trained, ...]] = lambda units: ()  # of `trained`, for an offer
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class DiLoCoWorker:
             on_sent=self._sent,
             loss=lambda: self._last_loss,
             story=self._story,
-            describe=self._data.describe if self._data is not None else lambda units: (),
+            describe=self._data.describe if self._data is not None else self.describe_units,
         )
         if self._data is not None:
             self._data.start(self._topology, self._sync.machine.state, self._share)
@@ -361,6 +362,15 @@ class DiLoCoWorker:
             raise WorkerError(f"samples and tokens must be ≥ 0, got {samples} and {tokens}")
         self._counts_samples = self._counts_samples or samples > 0
         self._started.machine.count(int(samples), int(tokens))
+
+    @property
+    def machine_state(self) -> WorkerState:
+        return self._started.machine.state
+
+    def trained(self, units: Units) -> None:
+        """These units of leased data are in the weights now, by numbers that `describe_units` knows: for a worker whose
+        data others train (hierarchy/leader.py)."""
+        self._started.machine.count(0, 0, units)
 
     def global_weights(self) -> AbstractContextManager[None]:
         """`with worker.global_weights(): evaluate(model)` evaluates the last agreed model instead of the local one."""

@@ -14,6 +14,7 @@ import pytest
 from outerstep.cli import units
 from outerstep.cli.plan import commands
 from outerstep.cli.plan_sources import from_status
+from outerstep.cli.simulate_file import read_scenario
 from outerstep.coordination.planning import Choice, Situation, propose
 from outerstep.errors import ConfigError
 from outerstep.observe.status import (
@@ -172,11 +173,16 @@ class TestThePlan:
             ("--sites 2 --link 1gbit --step-time 1s", "needs the size of the model"),
             ("--params 1B --step-time 1s", "needs --link"),
             ("--params 1B --link 1gbit", "needs --step-time"),
-            ("--params 1B --link 1gbit --step-time 0s", "step_time above 0"),
-            ("--params 1B --link fast --step-time 1s", "a rate such as 200mbit"),
+            ("--params 1B --link 1gbit --step-time 0s", "^--step-time must be above 0, got '0s'"),
+            ("--params 1B --link fast --step-time 1s", "^--link must be a rate such as 200mbit"),
+            (
+                "--params 1B --link-up 25 --link-down 1gbit --step-time 1s",
+                "^--link-up must be .*; units: .*, MB/s, GB/s$",
+            ),
+            ("--params 1B --link 1gbit --step-time 1s --latency 5", "^--latency must be a time"),
             ("--params 1B --link 1gbit --step-time 1s --dtype int3", "one of fp32, bf16, fp16"),
             ("--params 1B --link 1gbit --step-time 1s --codec mine", "size of codec 'mine' is not known"),
-            ("missing.toml --params 1B", "cannot be read"),
+            ("missing.toml --params 1B", "there is no file missing.toml"),
             ("sites.toml --from 127.0.0.1:8512", "one source at a time"),
         ],
     )
@@ -233,6 +239,20 @@ class TestCommands:
         else:
             assert words == ["outerstep", "join"]
 
+    @pytest.mark.parametrize("engine", ["allreduce", "server"])
+    def test_of_sites_with_different_numbers_of_workers_are_one_for_each(self, engine: Any) -> None:
+        sites = (_site("home", 2), _site("lab", 8), _site("hall", 8))
+        situation = Situation(10**8, sites, choice=Choice(engine=engine))
+        option = next(each for each in propose(situation).options if each.topology == "hierarchy")
+        made = dict(commands(situation, option))
+        place = "each site" if engine == "allreduce" else "each site's server"
+        home, labs = made[f"{place}, NAME: home"], made[f"{place}, NAME: lab, hall"]
+        flag = "--nproc-per-node" if engine == "allreduce" else "-n"
+        assert f" {flag} 2 " in home
+        assert f" {flag} 8 " in labs
+        for command in (home, labs):
+            self._understood(command)
+
     def test_of_unequal_sites_count_the_fastest_ones_steps(self) -> None:
         situation = Situation(10**8, (_site("a", 1, 1.0), _site("b", 1, 2.0)), choice=Choice(100, "bf16", 1, 0))
         line = commands(situation, propose(situation).recommended)[0][1]
@@ -286,8 +306,8 @@ class TestFromAServer:
         ("changes", "said"),
         [
             ({"num_parameters": None}, "has no model yet"),
-            ({"links": []}, "has not measured"),
-            ({"workers": {}}, "has not"),
+            ({"links": []}, "must have measured .* pieces of 32 KiB and more: for a smaller model"),
+            ({"workers": {}}, "must have measured"),
         ],
     )
     def test_says_what_it_lacks(self, changes: dict[str, Any], said: str) -> None:
@@ -303,3 +323,95 @@ class TestFromAServer:
     def test_a_peer_measures_no_links(self) -> None:
         with pytest.raises(ConfigError, match="is a peer"):
             from_status(PeerStatus(mode="gossip", peer_id="p"), "x")
+
+
+class TestFailures:
+    many = (
+        "--params 1B --sites 4 --workers-per-site 100 --link-up 110mbit --link-down 500mbit --step-time 1s "
+        "--sync-every 500 --codec int4 --server-lan 100gbit --server-speed 16"
+    )
+    failing = "--failures-per-hour 5% --restart-after 10min"
+
+    def test_with_them_the_commands_close_rounds_with_a_quorum(self) -> None:
+        calm, failing = (asked(f"{self.many} --inside server {said}")["commands"] for said in ("", self.failing))
+        assert not any("--quorum" in each["command"] for each in calm)
+        assert any("--quorum 94 --grace 10" in each["command"] for each in failing)
+
+    def test_the_flags_that_are_printed_are_those_of_the_server(self) -> None:
+        result = typed(["server", "--help-all"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+        for flag in ("--quorum", "--grace", "--spool-bytes"):
+            assert flag in result.output
+
+    def test_a_server_has_room_for_a_round_of_contributions(self) -> None:
+        few, many = (
+            asked(f"{self.many} --inside server".replace("-site 100", f"-site {n}"))["commands"] for n in (2, 100)
+        )
+        assert not any("--spool-bytes" in each["command"] for each in few)
+        assert any("--spool-bytes 50781250000" in each["command"] for each in many)
+
+    def test_a_file_says_them_and_the_command_line_goes_before_it(self, tmp_path: Path) -> None:
+        file = tmp_path / "sites.toml"
+        file.write_text(
+            'params = "1B"\nlink = "1gbit"\nstep_time = "1s"\nfailures_per_hour = "5%"\nrestart_after = "2min"\n'
+            "[[sites]]\n[[sites]]\n"
+        )
+        assert asked("sites.toml")["situation"]["failures"] == {"per_hour": 0.05, "restart_s": 120.0}
+        assert asked("sites.toml --failures-per-hour 10%")["situation"]["failures"]["per_hour"] == 0.1
+        assert asked("sites.toml --failures-per-hour 0 --restart-after 0s")["recommended"]["utilization"] >= 0.95
+
+    @pytest.mark.parametrize(
+        ("said", "rule"),
+        [
+            ("--restart-after 5min", "give --failures-per-hour"),
+            ("--failures-per-hour often", "share such as 95% or 0.95"),
+            ("--failures-per-hour 9999999%", "per_hour must be from 0 to 60"),
+            ("--failures-per-hour 5% --restart-after soon", "time such as 50ms"),
+        ],
+    )
+    def test_nonsense_is_refused(self, said: str, rule: str) -> None:
+        with pytest.raises(ConfigError, match=rule):
+            run(f"plan {ASKED} {said}")
+
+
+class TestScenario:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            ASKED,
+            f"{ASKED} --failures-per-hour 50% --server-link 1gbit",
+            f"{ASKED} --delay 5 --ideal --failures-per-hour 50%",
+            f"{TestFailures.many} {TestFailures.failing}",
+            f"{TestFailures.many} --inside server --inside-every 100",
+            "sites.toml --target 90%",
+        ],
+    )
+    def test_what_is_recommended_is_what_is_played(self, tmp_path: Path, line: str) -> None:
+        (tmp_path / "sites.toml").write_text(
+            'params = "1B"\nstep_time = "1s"\n[[sites]]\nlink = "1gbit"\n[[sites]]\nlink = "1gbit"\nname = "lab"\n'
+            '[[sites]]\nname = "home"\nup = "50mbit"\ndown = "200mbit"\nlatency = "30ms"\nstep_time = "1.5s"\n'
+        )
+        best = asked(f"{line} --scenario day.toml")["recommended"]
+        scenario = read_scenario("day.toml")
+        assert scenario.planned == pytest.approx(best["utilization"], abs=1e-6)
+        assert scenario.topology == best["topology"]
+        across, inside = scenario.across, best["inside"]
+        assert across.sync_every == (best["sync_every"] if inside is None else inside["above_every"])
+        assert (across.codec, across.num_fragments, across.delay) == (
+            best["codec"],
+            best["num_fragments"],
+            best["delay"],
+        )
+        closing = (across.quorum and round(across.quorum * best["members"])), across.grace_s
+        assert closing == (best["closing"]["quorum"], best["closing"]["grace_s"])
+        if inside is not None:
+            assert scenario.inside is not None
+            assert (scenario.inside.sync_every, scenario.inside.codec) == (inside["sync_every"], inside["codec"])
+
+    def test_it_says_what_to_type_next(self) -> None:
+        assert "outerstep simulate day.toml" in run(f"plan {ASKED} --scenario day.toml")
+        result = typed(["simulate", "day.toml", "--hours", "2"])
+        assert result.exit_code == 0, result.output
+
+    def test_what_cannot_be_written_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            run(f"plan {ASKED} --scenario nowhere/day.toml")

@@ -117,6 +117,7 @@ def test_a_shell_completes_commands_and_flags(shell: str) -> None:
     assert "worker" not in completed(shell, "ser")
     assert "pardon" in completed(shell, "control", "par")
     assert "--watch" in completed(shell, "status", "--wa")
+    assert "--fragment-delay" in completed(shell, "server", "--fragment-"), "also one that only --help-all shows"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

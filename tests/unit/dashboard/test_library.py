@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,6 +93,13 @@ def test_this_installation_has_the_library_that_is_locked() -> None:
     assert locked.is_here()
     assert b"uPlot (v1.6.32)" in (locked.read("uplot.js") or b"")
     assert b"MIT License" in (locked.read("uplot.LICENSE") or b"")
+
+
+def test_the_command_that_fetches_it_says_nothing_when_it_is_here() -> None:
+    """What a new user sees of `make demo` first. A warning of Python's own would be an error here."""
+    command = [sys.executable, "-W", "error", "-m", "outerstep.dashboard.library"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_page_without_it_is_served_all_the_same(

@@ -33,6 +33,7 @@ class BelowInMemory:
     record_may_be_old = False
     manifest = MANIFEST
     fragments: Sequence[Collection[str]] = (("w",),)
+    data = None
     terms = LayerTerms(momentum=0.0, waits_s=60.0)
 
     def __init__(self, record: dict[str, Any] | None = None) -> None:

@@ -69,7 +69,7 @@ def test_only_what_was_moved_is_handed_down() -> None:
 
 def test_it_follows_the_newest_version_only_when_it_is_told_to() -> None:
     shadow = make()
-    shadow.published({BIAS: torch.tensor([7.0, 8.0])})
+    shadow.published({BIAS: torch.tensor([7.0, 8.0])}, {})
     assert shadow.tensors[BIAS].tolist() == [0.0, 0.0]
     shadow.follow()
     assert shadow.tensors[BIAS].tolist() == shadow.before[BIAS].tolist() == [7.0, 8.0]
@@ -78,7 +78,7 @@ def test_it_follows_the_newest_version_only_when_it_is_told_to() -> None:
 
 def test_a_cluster_that_nobody_remembers_takes_what_was_agreed() -> None:
     shadow = make()
-    shadow.published({WEIGHT: torch.tensor([5.0, 5.0, 5.0])})
+    shadow.published({WEIGHT: torch.tensor([5.0, 5.0, 5.0])}, {})
     with torch.no_grad():
         shadow.tensors[WEIGHT].copy_(torch.tensor([7.0, 8.0, 9.0]))
     shadow.forget([WEIGHT])

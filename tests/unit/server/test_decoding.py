@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import tracemalloc
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,8 +18,10 @@ from amounts import cases
 from outerstep.core.codecs import get_codec
 from outerstep.errors import BadFrame, BadTensors, NotFinite
 from outerstep.server import decoding
-from outerstep.server.decoding import Decoder, Findings, UpTensor
+from outerstep.server.decoding import Decoder, Decoders, Findings, UpTensor
+from outerstep.tiling import ModelTiling
 from outerstep.topology.encode import encode_frame
+from outerstep.types import Box, ParameterSpec, Tiling
 from outerstep.wire.frames import rows_of, section_layout
 
 PROPERTY = cases(60)
@@ -150,3 +154,49 @@ def test_thousands_of_sections_take_little_memory() -> None:
     many = Decoder("bf16", tensors("bf16", [(4096, 2)] * 20), 4096)
     assert many._begins.itemsize * len(many._begins) < 1 << 20
     assert many.block_count == 20 * 4096
+
+
+class TestWhatIsKept:
+    def test_decoders_of_all_fragments_have_one_bound_and_the_last_is_always_kept(self) -> None:
+        made = list[int]()
+
+        def find(decoders: Decoders, sections: int) -> Decoder:
+            def make() -> Decoder:
+                made.append(sections)
+                return Decoder("fp32", tensors("fp32"), sections)
+
+            return decoders.find(("a store", sections), make)
+
+        decoders = Decoders(most_runs=31 * len(SHAPES))
+        kept = [find(decoders, sections) for sections in (10, 20)]
+        assert [find(decoders, sections) for sections in (10, 20)] == kept
+        assert made == [10, 20]
+        find(decoders, 11)
+        assert find(decoders, 20) is kept[1]
+        find(decoders, 10)
+        assert made == [10, 20, 11, 10]
+        large = find(decoders, 300)
+        assert find(decoders, 300) is large
+        find(decoders, 10)
+        assert made == [10, 20, 11, 10, 300, 10]
+
+    def test_what_a_tiling_and_its_decoder_take_is_some_bytes_for_each_box(self) -> None:
+        """Half a million boxes, the most there may be, were a few hundred megabytes; and each of many workers has its
+        own."""
+        sections, count = 256, 200
+        specs = [ParameterSpec(name=f"t{i}", shape=(sections, 4), dtype="float32") for i in range(count)]
+        boxes = tuple(Box((i, 0), (1, 4), (i,)) for i in range(sections))
+        tiling = ModelTiling(Tiling(sections=sections, patterns=(boxes,), tensors=(0,) * count), specs)
+        parts = [UpTensor(spec.name, spec.shape, get_codec("int4")) for spec in specs]
+        gc.collect()
+        tracemalloc.start()
+        try:
+            fragment = tiling.fragment([spec.name for spec in specs])
+            decoder = Decoder("int4", parts, fragment)
+            assert len(fragment.held[0]) == count
+            gc.collect()
+            taken, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert decoder.runs == sections * count
+        assert taken < 80 * decoder.runs

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from outerstep.coordination.cost import Line
+from outerstep.coordination.failures import Failures
 from outerstep.coordination.planning import Choice
 from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.effects import Accumulate
@@ -19,7 +20,6 @@ from outerstep.simulate.fleet.cluster import FleetLeader
 from outerstep.simulate.fleet.member import FleetMember
 from outerstep.simulate.fleet.scenario import (
     Churn,
-    Failures,
     FleetClusters,
     LayerSetting,
     Liars,

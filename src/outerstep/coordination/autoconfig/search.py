@@ -22,7 +22,9 @@ from ..cost import (
     exchange_s,
     hidden_s,
     round_cost,
+    with_failures,
 )
+from ..failures import ALL, Losses, RoundClosing
 from .routes import Routed, Routes
 from .state import HYSTERESIS, LayerState
 from .trust import LayerView
@@ -49,10 +51,15 @@ class Search:
     """Over one layer at one moment, with something to plan with (`view.counted`)."""
 
     def __init__(
-        self, layer: LayerState, view: LayerView, overheads: Overheads = MEASURED, routes: PossibleRoutes | None = None
+        self,
+        layer: LayerState,
+        view: LayerView,
+        overheads: Overheads = MEASURED,
+        routes: PossibleRoutes | None = None,
+        losses: Losses | None = None,
     ) -> None:
-        """`routes`: other ways than to a centre, for a planner."""
-        self._layer, self._view, self._overheads = layer, view, overheads
+        """`routes`: other ways than to a centre; `losses`: to failures that are to be expected. Both for a planner."""
+        self._layer, self._view, self._overheads, self._losses = layer, view, overheads, losses
         self._step_s = view.reference_step_s
         self._routes: PossibleRoutes = Routes(layer, view) if routes is None else routes
         self._chosen: dict[tuple[str, int, bool], Routed] = {}
@@ -72,6 +79,10 @@ class Search:
         fragment_s = self._fragment_s(core.codec, core.num_fragments, self._routes.routed(core.parents))
         return self._round(core.sync_every, core.num_fragments, core.delay, slower * fragment_s)
 
+    def closing(self, core: Core) -> RoundClosing:
+        """When rounds close, with the failures that are to be expected."""
+        return ALL if self._losses is None else self._losses.closing(self.cost(core).wall_s)
+
     def exchange_s(self, core: Core) -> float:
         """All fragments one after the other."""
         routed = self._routes.routed(core.parents)
@@ -89,13 +100,15 @@ class Search:
         return self._routes.knows(core.parents)
 
     def _round(self, sync_every: int, num_fragments: int, delay: int, fragment_s: float) -> RoundCost:
-        return round_cost(
+        hidden = hidden_s(sync_every, num_fragments, delay, self._step_s)
+        cost = round_cost(
             compute_s=sync_every * self._step_s,
-            hidden_s=hidden_s(sync_every, num_fragments, delay, self._step_s),
+            hidden_s=hidden,
             num_fragments=num_fragments,
             fragment_s=fragment_s,
             own_s=self._overheads.worker_s_per_parameter * self._layer.parameters,
         )
+        return cost if self._losses is None else with_failures(cost, self._losses, hidden)
 
     def _fragment_s(self, codec: str, num_fragments: int, routed: Routed) -> float:
         members, parameters = len(self._view.clusters), self._layer.parameters

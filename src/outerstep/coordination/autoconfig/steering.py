@@ -1,8 +1,10 @@
 """The controller of one run: from what was collected to a decision, and from a decision to the run's plan.
 
-    state = steering.state(coordinator, links, now)      # between two rounds, with the coordinator's lock
+    state = steering.state(run, links, now)              # between two rounds, with the coordinator's lock
     decision = steering.decide(state)                    # without it: this may take a while
-    steering.carry_out(coordinator, decision)            # with it
+    plan, events = steering.carry_out(run, decision)     # with it
+
+The coordinator says what the run is (`SteeredRun`), and puts the plan into force.
 
 A decision that changes something becomes the run's next plan. It holds from the next round that closes: with what that
 round agrees on everybody is told the same revision, and does it from the cycle after (with a delay: from the one after
@@ -13,28 +15,24 @@ where it begins.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 from msgspec.structs import replace
 
 from ...errors import ConfigError, PlanMismatch
 from ...events import PlanDecided
-from ...types import THE_SERVER, Assignment, Plan, Wishes
-from ..server.plan import changed
+from ...types import THE_SERVER, Assignment, Manifest, Plan, Wishes
+from ..server.membership import KnownWorker
+from ..server.plan import Settled, changed
 from .collected import cluster_of, links_of, unit_steps_of
 from .controller import decide
 from .layer_plan import LayerDecision, LayerPlan, encode_plan
 from .policy import Policy, decide_by
 from .state import ControllerState, LayerBounds, LayerState, LinkReport, usual_bounds
-
-if TYPE_CHECKING:
-    from ..server.coordinator import Coordinator
-    from ..server.membership import KnownWorker
 
 TOP: Final = "top"
 CODECS: Final = LayerBounds().codecs
@@ -65,6 +63,23 @@ class SteeringSettings:
         return frozenset(name for name in TERMS.values() if getattr(self, name) is not None)
 
 
+@dataclass(frozen=True)
+class SteeredRun:
+    """A run as the controller is shown it. `plan`: the next one, or the one in force; `members`: those that are live;
+    `rounds`: how many every fragment has completed; `is_open`: more rounds may come, and the model's names stay."""
+
+    plan: Plan | None
+    manifest: Manifest | None
+    settled: Settled | None
+    members: tuple[KnownWorker, ...]
+    rounds: int
+    is_open: bool
+
+    def first_round(self, plan: Plan) -> int:
+        """The first that a decision of now can hold for. The open round's members are told with what it agrees on."""
+        return self.rounds + 2 + (plan.delay > 0)
+
+
 class Steering:
     """Guarded by the coordinator's lock, except `decide`. `plan`: the layer's plan in force; None = the run's own, as
     it was settled when the first worker joined. `decisions`: those that changed something, the newest last; `last`:
@@ -79,18 +94,14 @@ class Steering:
 
     # --- what it decides from -----------------------------------------------------------------------------------------
 
-    def state(self, coordinator: Coordinator, links: Iterable[LinkReport], now: float) -> ControllerState | None:
+    def state(self, run: SteeredRun, links: Iterable[LinkReport], now: float) -> ControllerState | None:
         """None: there is nothing to decide yet, or not any more."""
-        plan, manifest = coordinator.next_plan or coordinator.plan, coordinator.manifest
-        members = [member for member in coordinator.members if member.live]
-        names_settled = coordinator.naming is None
-        if plan is None or manifest is None or coordinator.settled is None:
-            return None
-        if not names_settled or not members or coordinator.closing:
+        plan, manifest, members = run.plan, run.manifest, run.members
+        if plan is None or manifest is None or run.settled is None or not members or not run.is_open:
             return None
         parameters = sum(spec.numel for spec in manifest.parameters)
         heard_before_s = {member.worker_id: now - member.facts_at for member in members}
-        number = _next_round(coordinator, plan)
+        number = run.first_round(plan)
         return ControllerState(
             layers=(
                 LayerState(
@@ -101,7 +112,7 @@ class Steering:
                     links=links_of(members, links, heard_before_s),
                     centre=THE_SERVER,
                     plan=_in_force(self.plan, plan, number),
-                    bounds=self._bounds(plan, parameters, members, coordinator.settled.codec),
+                    bounds=self._bounds(plan, parameters, members, run.settled.codec),
                     target_utilization=self.settings.target_utilization,
                     global_batch=self.settings.global_batch,
                 ),
@@ -115,7 +126,7 @@ class Steering:
         first = 0 if self.settings.may_grow or settled not in CODECS else CODECS.index(settled)
         return CODECS[min(first, CODECS.index(plan.codec)) :]
 
-    def _bounds(self, plan: Plan, parameters: int, members: list[KnownWorker], settled: str) -> LayerBounds:
+    def _bounds(self, plan: Plan, parameters: int, members: Sequence[KnownWorker], settled: str) -> LayerBounds:
         """In units of the layer: a cluster's round may be many steps."""
         said, unit = self.settings, unit_steps_of(members)
         usual, fragments = usual_bounds(parameters, len(members)), len(plan.fragments)
@@ -139,37 +150,34 @@ class Steering:
         (decision,) = decide(state) if self._policy is None else decide_by(self._policy, state)
         return decision
 
-    def carry_out(self, coordinator: Coordinator, decision: LayerDecision) -> bool:
-        """Whether there is a new plan, which is to be written down."""
+    def carry_out(self, run: SteeredRun, decision: LayerDecision) -> tuple[Plan | None, list[PlanDecided]]:
+        """The run's new plan, if there is one, and what is to be told."""
         before, self.last = self.last, decision
-        now = coordinator.next_plan or coordinator.plan
+        now = run.plan
         if decision.cause in ("kept", "waiting"):
             self.plan = decision.plan  # an operator may have ordered another since the last one
-            return False
+            return None, []
         is_blind = self.plan is None and decision.utilization is None and decision.cause != "policy"
         if now is None or is_blind or decision.plan == self.plan:
-            if decision.cause == "policy" and (before is None or before.reason != decision.reason):
-                coordinator.tell(_event(decision))  # its plan was refused
-            return False
-        plan = replace(decision.plan, from_round=_next_round(coordinator, now))
+            is_refused = decision.cause == "policy" and (before is None or before.reason != decision.reason)
+            return None, [_event(decision)] if is_refused else []
+        plan = replace(decision.plan, from_round=run.first_round(now))
         try:
-            carries = bool(coordinator.settled and coordinator.settled.carry)
-            coordinator.next_plan = as_run_plan(now, plan, carries=carries, said=self.settings.said)
+            carries = bool(run.settled and run.settled.carry)
+            made = as_run_plan(now, plan, carries=carries, said=self.settings.said)
         except (ConfigError, PlanMismatch) as error:
             self.last = replace(decision, reason=f"it cannot be carried out: {error}")
-            return False
+            return None, []
         self.plan = plan
         self.last = decision = replace(decision, plan=plan)
         self.decisions.append(decision)
-        self._set_deadline(coordinator)
-        coordinator.tell(_event(decision))
-        return True
+        return made, [_event(decision)]
 
-    def _set_deadline(self, coordinator: Coordinator) -> None:
-        """Rounds close without a member that is later than the plan allows, unless the operator has said when."""
-        if self.settings.round_deadline_s is None and self.plan is not None:
-            rules = coordinator.rules
-            coordinator.rules = dataclasses.replace(rules, round_deadline_s=self.plan.timeout_s)
+    @property
+    def round_deadline_s(self) -> float | None:
+        """Rounds close without a member that is later than the plan allows. None: there is no plan, or the operator has
+        said when."""
+        return self.plan.timeout_s if self.settings.round_deadline_s is None and self.plan is not None else None
 
     # --- over a restart of the server ---------------------------------------------------------------------------------
 
@@ -177,10 +185,9 @@ class Steering:
         """As JSON has it."""
         return {} if self.plan is None else {"layer_plan": msgspec.json.decode(encode_plan(self.plan))}
 
-    def resume(self, coordinator: Coordinator, facts: Mapping[str, Any]) -> None:
+    def resume(self, facts: Mapping[str, Any]) -> None:
         if "layer_plan" in facts:
             self.plan = msgspec.convert(facts["layer_plan"], LayerPlan)
-            self._set_deadline(coordinator)
 
 
 def as_run_plan(now: Plan, layer: LayerPlan, *, carries: bool = False, said: Collection[str] = ()) -> Plan:
@@ -190,11 +197,6 @@ def as_run_plan(now: Plan, layer: LayerPlan, *, carries: bool = False, said: Col
     orders["carry"] = (carries or layer.carry) and now.alpha == 0.0
     terms = {name: getattr(layer, of) for of, name in TERMS.items() if name not in said}
     return replace(changed(now, Wishes(**orders), layer.assignments), **terms)
-
-
-def _next_round(coordinator: Coordinator, plan: Plan) -> int:
-    """The first that a decision of now can hold for. The open round's members are told with what it agrees on."""
-    return coordinator.sync_round + 2 + (plan.delay > 0)
 
 
 def _in_force(layer: LayerPlan | None, run: Plan, number: int) -> LayerPlan | None:

@@ -81,7 +81,7 @@ class Blocks:
         return tuple(one for key, one in sorted(self.book.withdrawn.items()) if key not in known)[:MOST_PEERS]
 
     def _newcomers(self, stay: Mapping[str, Member], now: float) -> list[Acquaintance]:
-        """Those that may come, one of each id, who was heard first before the others, as many as there are places."""
+        """The peers to let in: one per id, those heard first before the others, as many as there are places."""
         by_id: dict[str, Acquaintance] = {}
         for key, known in sorted(self.others.items(), key=lambda item: (item[1].since, item[1].beat.peer_id)):
             peer_id = known.beat.peer_id

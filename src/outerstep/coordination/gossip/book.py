@@ -45,7 +45,7 @@ STRANGERS = ""  # whose statements are kept as if all were one author's
 
 
 @dataclass
-class _Reading:
+class _ReadStatement:
     """A statement whose signature need not be checked again. `settled_at`: the height at which all was made of it that
     can be; it may mean more at another."""
 
@@ -72,7 +72,7 @@ class Book:
         self._run_id, self._key, self._protocol, self._fragments = run_id, key, protocol, fragments
         self._sign, self._verify = sign, verify
         share_bytes = KEPT_BYTES + KEPT_BYTES_PER_FRAGMENT * fragments
-        self._read: Shares[Signed, _Reading] = Shares(share_bytes)
+        self._read: Shares[Signed, _ReadStatement] = Shares(share_bytes)
         self._said: Shares[tuple[object, ...], Signed] = Shares(share_bytes)
         self._members = {key}
         self.proofs: dict[str, Proof] = {}  # by the key of the peer that is proven to lie
@@ -210,4 +210,4 @@ class Book:
 
     def _keep_reading(self, signed: Signed, statement: AnyStatement) -> None:
         """It is kept twice: as it was written, and as it is read."""
-        self._read.put(self._owner(signed), signed, _Reading(statement), 2 * len(signed.body))
+        self._read.put(self._owner(signed), signed, _ReadStatement(statement), 2 * len(signed.body))

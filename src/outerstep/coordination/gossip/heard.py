@@ -125,8 +125,8 @@ class Acquaintances:
 
     *Strangers*, who do not belong to the run, are known if they want to, and forgotten when they have been silent for
     long enough; those who have left are strangers. Of a silent stranger nobody is told: else two peers would remind
-    each other of it for ever. Of one who has left its last beat's number is remembered, so that nobody can bring it
-    back with what it said before."""
+    each other of it for ever. Of a peer that has left, the number of its last beat is remembered, so that nobody can
+    bring it back with what it said before."""
 
     def __init__(self, members: Iterable[Member], now: float, timeout_s: float) -> None:
         """`timeout_s`: of silence, until a stranger counts for nothing."""

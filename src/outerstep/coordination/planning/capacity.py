@@ -68,7 +68,7 @@ class Sizing:
         return self.down_codec.split(",")[0] == EXACT
 
 
-class _Parts:
+class _SumOfParts:
     """A sum of named parts, in bytes."""
 
     @property
@@ -84,7 +84,7 @@ class _Parts:
 
 
 @dataclass(frozen=True)
-class ServerMemory(_Parts):
+class ServerMemory(_SumOfParts):
     """At its peak, with everything counted (VmHWM)."""
 
     process_bytes: float
@@ -128,7 +128,7 @@ def journal_bytes_per_round(run: Sizing) -> float:
 
 
 @dataclass(frozen=True)
-class ServerDisk(_Parts):
+class ServerDisk(_SumOfParts):
     """The most that there is at a time."""
 
     states_bytes: float
@@ -179,7 +179,7 @@ def server_traffic(run: Sizing) -> Traffic:
 
 
 @dataclass(frozen=True)
-class WorkerMemory(_Parts):
+class WorkerMemory(_SumOfParts):
     """`training_bytes` is the script's own: weights, gradients, AdamW. The rest comes with outerstep."""
 
     training_bytes: float

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replace_core
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from msgspec.structs import replace
 
@@ -25,9 +25,18 @@ from ...errors import ConfigError
 from ..autoconfig.controller import outer_lr
 from ..autoconfig.routes import OnlyRoute
 from ..autoconfig.search import Core, Search
-from ..autoconfig.state import HYSTERESIS, LONG_INTERVAL, ControllerState, LayerBounds, LayerState, check_state
+from ..autoconfig.state import (
+    HYSTERESIS,
+    LONG_INTERVAL,
+    ControllerState,
+    LayerBounds,
+    LayerState,
+    check_state,
+    usual_bounds,
+)
 from ..autoconfig.trust import view_of
 from ..cost import Overheads, RoundCost, RouteCost, allreduce_route, mesh_route, split_target, star
+from ..failures import ALL, Losses, RoundClosing
 from ..server.plan import CARRY_BEYOND
 from .capacity import (
     ServerNeeds,
@@ -43,7 +52,7 @@ from .situation import Choice, Engine, PlannedSite, Situation, layer_of
 
 Topology = Literal["server", "hierarchy", "all-reduce", "gossip"]
 
-INNER_INTERVALS: Final = (10, 25, 50, 100, 250)  # steps between two rounds inside a site
+INNER_INTERVALS: Final = (10, 25, 50, 100, 250, LONG_INTERVAL)  # steps between two rounds inside a site
 INNER_CODEC: Final = "bf16"
 MOST_PEERS: Final = 16  # without a server everybody needs a line to everybody
 ALLREDUCE_ROUND_TRIPS: Final = 1.0
@@ -62,13 +71,14 @@ class Inside:
     codec: str
     engine: Engine
     utilization: float
+    closing: RoundClosing
 
 
 @dataclass(frozen=True)
 class Option:
     """`sync_every`: steps of the middle worker between two exchanges with the other sites. Times are of one such round;
-    bytes are those of one member (a worker, or in a hierarchy a site) over its line. `machine…`: of the server that all
-    share, or of a peer."""
+    bytes are those of one member (a worker, or in a hierarchy a site) over its line. `utilization`: the share of all
+    workers' time whose steps come into the model. `closing`: when rounds of that server close."""
 
     topology: Topology
     sync_every: int
@@ -86,6 +96,7 @@ class Option:
     staleness: Staleness
     members: int
     inside: Inside | None
+    closing: RoundClosing
     not_planned_for: tuple[str, ...]
     server: ServerNeeds | None
     worker: WorkerNeeds
@@ -95,6 +106,11 @@ class Option:
     def waiting_s(self) -> float:
         """Of a round: for exchanges, and what their arithmetic takes from training."""
         return self.round_s - self.compute_s
+
+    @property
+    def lost_share(self) -> float:
+        """Of all workers' time: they are away after a failure, or take steps that die with them."""
+        return self.compute_s / self.round_s - self.utilization
 
     @property
     def is_streamed(self) -> bool:
@@ -124,7 +140,10 @@ def propose(situation: Situation) -> Proposal:
 def _options(situation: Situation) -> Iterator[Option]:
     sites = situation.sites
     layer = _layer(situation, sites, situation.bounds(situation.workers), grouped=False)
-    yield from (_option(situation, "server", search, core) for search, core in _settings(situation, layer))
+    losses = _losses(situation, situation.workers)
+    yield from (
+        _option(situation, "server", search, core) for search, core in _settings(situation, layer, losses=losses)
+    )
     if situation.choice.delay:
         return  # what follows blocks
     if situation.is_grouped:
@@ -154,8 +173,18 @@ def _layer(situation: Situation, sites: tuple[PlannedSite, ...], bounds: LayerBo
     return layer
 
 
+def _losses(situation: Situation, members: int, **how: Any) -> Losses | None:
+    if not situation.expects_failures:
+        return None
+    return Losses(situation.failures, members, situation.noticed_s, **how)
+
+
 def _settings(
-    situation: Situation, layer: LayerState, routes: OnlyRoute | None = None, overheads: Overheads | None = None
+    situation: Situation,
+    layer: LayerState,
+    routes: OnlyRoute | None = None,
+    overheads: Overheads | None = None,
+    losses: Losses | None = None,
 ) -> Iterator[tuple[Search, Core]]:
     """One for each codec, blocking and streaming: the gentlest that meets the target, or the fastest if none does."""
     view, bounds, said = view_of(layer), layer.bounds, situation.choice
@@ -167,7 +196,7 @@ def _settings(
     for codec in bounds.codecs:
         for most_delay, fragments in ways:
             narrow = replace(bounds, codecs=(codec,), most_delay=most_delay, fragments=fragments)
-            search = Search(replace(layer, bounds=narrow), view, overheads or situation.overheads, routes)
+            search = Search(replace(layer, bounds=narrow), view, overheads or situation.overheads, routes, losses)
             core = search.gentlest() or search.fastest()
             if said.delay is not None:
                 core = replace_core(core, delay=min(said.delay, core.sync_every - 1))
@@ -212,12 +241,13 @@ def _option(
         utilization=utilization,
         meets_target=utilization >= situation.target_utilization,
         round_s=cost.wall_s,
-        compute_s=cost.wall_s * utilization,
+        compute_s=cost.compute_s if inside is None else steps * situation.middle_step_s,
         up_bytes=sent,
         down_bytes=sent if among_peers else run.down_bytes,
         staleness=staleness(steps, core.delay * unit_steps, members),
         members=members,
         inside=inside,
+        closing=search.closing(core),
         not_planned_for=search.view.not_planned_for,
         server=None if among_peers else server_needs(run),
         worker=worker_needs(run),
@@ -251,7 +281,10 @@ def _among_peers(
     one = replace(layer, bounds=replace(layer.bounds, most_delay=0, fragments=(1,)))
     parents = star((cluster.name for cluster in layer.clusters), layer.centre)
     overheads = _of_a_peer(situation.overheads, topology, len(layer.clusters), round_trips)
-    for search, core in _settings(situation, one, OnlyRoute(parents, cost), overheads):
+    losses = _losses(
+        situation, len(layer.clusters), is_one_job=topology == "all-reduce", may_close_early=topology == "server"
+    )
+    for search, core in _settings(situation, one, OnlyRoute(parents, cost), overheads, losses):
         yield _option(situation, topology, search, core)
 
 
@@ -261,15 +294,17 @@ def _hierarchies(situation: Situation) -> Iterator[Option]:
     on meanwhile."""
     part = split_target(situation.target_utilization, 2)
     fixed = situation.choice.inside_every
+    said = situation.choice
     for inner in INNER_INTERVALS if fixed is None else (fixed,):
-        engine, cost = _inside(situation, inner)
+        engine, cost, closing = _inside(situation, inner)
         unit_s = cost.wall_s
         units = tuple(
             replace_core(site, step_s=unit_s * site.step_s / situation.middle_step_s) for site in situation.sites
         )
-        said, usual = situation.choice, situation.bounds(len(units))
+        usual = situation.bounds(len(units))
         least, most = usual.least_sync_every, usual.most_sync_every
-        fewest = 2 if fixed is None else 1  # rounds inside between two exchanges: with one, a level gains little
+        # Rounds inside between two exchanges. With one, a level only adds up what crosses the line: the last resort.
+        fewest = 2 if fixed is None and inner < most else 1
         if said.sync_every is not None:
             least = most = said.sync_every
         if most < fewest * inner or (said.sync_every is not None and said.sync_every % inner):
@@ -279,7 +314,12 @@ def _hierarchies(situation: Situation) -> Iterator[Option]:
             least_sync_every=max(-(-least // inner), fewest),
             most_sync_every=most // inner,
             fragments=(1,),
+            most_delay=usual_bounds(situation.parameters, len(units)).most_delay
+            if said.rounds_delay is None
+            else said.rounds_delay,
         )
+        losses = _losses(situation, len(units), ranks=_largest(situation)) if engine == "allreduce" else None
+        between = replace_core(situation, choice=replace_core(said, delay=said.rounds_delay))
         layer = replace(_layer(situation, units, bounds, grouped=True), target_utilization=part)
         made = [
             _option(
@@ -287,20 +327,20 @@ def _hierarchies(situation: Situation) -> Iterator[Option]:
                 "hierarchy",
                 search,
                 core,
-                inside=Inside(inner, core.sync_every, inner_codec(situation), engine, cost.utilization),
+                inside=Inside(inner, core.sync_every, inner_codec(situation), engine, cost.utilization, closing),
             )
-            for search, core in _settings(situation, layer)
+            for search, core in _settings(between, layer, losses=losses)
         ]
         yield _gentlest(situation, made)
 
 
 def inner_codec(situation: Situation) -> str:
     """Inside the sites: the one that was fixed, or the usual one."""
-    return situation.choice.codec or INNER_CODEC
+    return situation.choice.inside_codec or situation.choice.codec or INNER_CODEC
 
 
-def _inside(situation: Situation, inner: int) -> tuple[Engine, RoundCost]:
-    """The rounds of the largest site: through a server there, or as one job, whichever takes less."""
+def _inside(situation: Situation, inner: int) -> tuple[Engine, RoundCost, RoundClosing]:
+    """The rounds of the largest site: through a server there, or as one job, whichever leaves more for training."""
     largest = max(situation.sites, key=lambda site: site.workers)
     local, count = situation.local, largest.workers
     here = replace_core(
@@ -315,17 +355,18 @@ def _inside(situation: Situation, inner: int) -> tuple[Engine, RoundCost]:
     server = situation.server_local_bytes_per_s or local.bytes_per_s
     inside = replace_core(situation, server_in_bytes_per_s=server, server_out_bytes_per_s=server, choice=Choice())
     layer = _layer(inside, (here,), bounds, grouped=False)
-    ((search, core),) = _settings(inside, layer)
-    made: tuple[Engine, RoundCost] = "server", search.cost(core)
+    ((search, core),) = _settings(inside, layer, losses=_losses(situation, count))
+    made: tuple[Engine, RoundCost, RoundClosing] = "server", search.cost(core), search.closing(core)
     said = situation.choice.engine
     if count > 1 and said != "server":
         route = allreduce_route(count, local.bytes_per_s, local.bytes_per_s, 2 * local.latency_s)
         parents = star((cluster.name for cluster in layer.clusters), layer.centre)
         overheads = _of_a_peer(situation.overheads, "all-reduce", count, ALLREDUCE_ROUND_TRIPS)
-        ((search, core),) = _settings(inside, layer, OnlyRoute(parents, route), overheads)
+        losses = _losses(situation, count, is_one_job=True)
+        ((search, core),) = _settings(inside, layer, OnlyRoute(parents, route), overheads, losses)
         cost = search.cost(core)
-        if cost.wall_s < made[1].wall_s or said == "allreduce":
-            made = "allreduce", cost
+        if cost.utilization > made[1].utilization or said == "allreduce":
+            made = "allreduce", cost, ALL
     return made
 
 
@@ -336,7 +377,7 @@ def utilization_by_interval(situation: Situation, option: Option) -> list[tuple[
     """(H, utilization) of a server's setting, at every interval of the controller's ladder."""
     bounds = replace(situation.bounds(situation.workers), least_sync_every=10, most_sync_every=LONG_INTERVAL)
     layer = _layer(situation, situation.sites, bounds, grouped=False)
-    search = Search(layer, view_of(layer), situation.overheads)
+    search = Search(layer, view_of(layer), situation.overheads, losses=_losses(situation, situation.workers))
     parents = star((cluster.name for cluster in layer.clusters), layer.centre)
     return [
         (h, search.cost(Core(h, option.codec, option.num_fragments, min(option.delay, h - 1), parents)).utilization)
@@ -409,6 +450,8 @@ def _reasons(situation: Situation, best: Option, found: list[Option]) -> Iterato
             "a hierarchy: one contribution per site crosses its line, not one per worker; one server for all "
             f"{situation.workers} workers reaches {100 * most:.0f} %"
         )
+    if situation.expects_failures:
+        yield from _reasons_of_failures(situation, best)
     if situation.is_grouped:
         yield "GPUs of one machine are one worker as a torchrun job (DDP, FSDP2): then count the job, not the GPUs"
     if situation.slowest_step_s > NEARLY_EQUAL * situation.fastest_step_s:
@@ -416,3 +459,27 @@ def _reasons(situation: Situation, best: Option, found: list[Option]) -> Iterato
         yield f"the slowest worker needs {times:.1f} times as long for a step; with --dylu it takes fewer"
     if best.not_planned_for:
         yield f"not planned for, their lines are too slow: {', '.join(best.not_planned_for)}; rounds close without them"
+
+
+def _reasons_of_failures(situation: Situation, best: Option) -> Iterator[str]:
+    failures = situation.failures
+    yield (
+        f"{100 * failures.per_hour:g} % of the workers fail in an hour, each is back after {failures.restart_s:g} s: "
+        f"{100 * best.lost_share:.2g} % of all time is lost with them"
+    )
+    inside = best.inside
+    for closing, members in ((best.closing, best.members), (inside.closing if inside else ALL, _largest(situation))):
+        if closing.quorum is not None:
+            yield (
+                f"rounds close with {closing.quorum} of {members} and {closing.grace_s:g} s of grace: nobody waits "
+                f"{situation.noticed_s:g} s until it is noticed that one has died"
+            )
+    if inside is not None and inside.engine == "server":
+        yield (
+            f"a server inside: as one job, the {_largest(situation)} workers of a site would all end and start again "
+            f"about every {1.0 / (_largest(situation) * failures.per_s):.0f} s, whenever one of them dies"
+        )
+
+
+def _largest(situation: Situation) -> int:
+    return max(site.workers for site in situation.sites)

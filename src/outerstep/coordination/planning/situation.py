@@ -16,12 +16,14 @@ from ..autoconfig.trust import (
     SLOWEST_BYTES_PER_S,
 )
 from ..cost import NOMINAL, Line, Overheads
+from ..failures import NEVER, Failures
 from .capacity import WEIGHT_BYTES
 
 CENTRE: Final = "the server"
 Engine = Literal["server", "allreduce"]
 FRAGMENTS: Final = (1, 2, 4, 8, 16)
 MOST_WORKERS: Final = 20_000
+HEARTBEAT_TIMEOUT_S: Final = 120.0  # ServerConfig.heartbeat_timeout_s
 LOCAL_NETWORK: Final = Line(10e9 / 8, 0.0001)  # 10 Gbit/s, 0.2 ms there and back
 
 
@@ -40,8 +42,9 @@ class PlannedSite:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the planner may choose from; None = as the controller would. One value fixes a setting. `engine`,
-    `inside_every`: of the rounds inside a site, by what and every how many steps."""
+    """What the planner may choose from; None = as the controller would. One value fixes a setting. `delay`: in steps,
+    of a server; `rounds_delay`: in rounds of a site, between sites. `engine`, `inside_…`: of the rounds inside a
+    site, by what, every how many steps, and in which codec; None = that of `codec`."""
 
     sync_every: int | None = None
     codec: str | None = None
@@ -49,13 +52,16 @@ class Choice:
     delay: int | None = None
     engine: Engine | None = None
     inside_every: int | None = None
+    inside_codec: str | None = None
+    rounds_delay: int | None = None
 
 
 @dataclass(frozen=True)
 class Situation:
     """`server_…`: what the server's own access carries in all; 0 = as much as all sites together send it.
     `server_local_bytes_per_s`: the same of a site's own server, on the local network; 0 = as a worker's. `overheads`:
-    NOMINAL with rates that lines are said to have, MEASURED with those that were measured."""
+    NOMINAL with rates that lines are said to have, MEASURED with those that were measured. `failures`: of each worker;
+    `noticed_s`: after so long a server counts one that is silent as dead."""
 
     parameters: int
     sites: tuple[PlannedSite, ...]
@@ -67,6 +73,8 @@ class Situation:
     target_utilization: float = 0.95
     choice: Choice = Choice()
     overheads: Overheads = NOMINAL
+    failures: Failures = NEVER
+    noticed_s: float = HEARTBEAT_TIMEOUT_S
 
     def __post_init__(self) -> None:
         def must(holds: bool, rule: str, got: object) -> None:
@@ -89,6 +97,12 @@ class Situation:
         )
         if said.sync_every is not None and said.delay is not None:
             must(said.delay < said.sync_every, "the delay must be shorter than the interval", said.delay)
+        if said.sync_every is not None and said.num_fragments is not None:
+            must(
+                1 <= said.num_fragments <= said.sync_every,
+                f"there must be no more fragments than steps between two exchanges ({said.sync_every}), and at least 1",
+                said.num_fragments,
+            )
         for site in self.sites:
             must(site.workers >= 1, f"site {site.name!r} must have at least one worker", site.workers)
             for what, value, least, most in (
@@ -120,6 +134,10 @@ class Situation:
     @property
     def fastest_step_s(self) -> float:
         return min(site.step_s for site in self.sites)
+
+    @property
+    def expects_failures(self) -> bool:
+        return self.failures.per_hour > 0.0
 
     def bounds(self, members: int) -> LayerBounds:
         """The controller's own, unless the choice says more."""

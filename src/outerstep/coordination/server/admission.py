@@ -49,7 +49,10 @@ def check_tiling(message: Join) -> ModelTiling | None:
     """What its sections hold, checked. That needs nothing but the message, and may take a second."""
     if message.tiling is UNSET or message.manifest is None:
         return None
-    return ModelTiling(message.tiling, message.manifest.parameters)
+    checked = ModelTiling(message.tiling, message.manifest.parameters)
+    assert checked.digest
+    assert checked.weight  # known from now on: they are asked for under the lock
+    return checked
 
 
 def check_same_offer(message: Offer, known: Offer) -> None:

@@ -135,12 +135,12 @@ Task = AddContributions | TakeStep | WriteRecord | AnnounceRound | WriteCheckpoi
 
 
 @dataclass(frozen=True)
-class _Note:
+class _NoteJob:
     remembered: Remembered
 
 
 @dataclass(frozen=True)
-class _Save:
+class _SaveJob:
     remembered: Remembered
     reason: str
     ticket: int
@@ -148,7 +148,7 @@ class _Save:
 
 
 @dataclass(frozen=True)
-class _End:
+class _EndJob:
     remembered: Remembered
     left: AllLeft
 
@@ -172,13 +172,14 @@ class Commits:
     ) -> None:
         self.coordinator, self.durability = coordinator, durability
         self.journals = coordinator.leases.is_durable = durability == "round"
+        coordinator.leases.goes_back = durability == "checkpoint"
         self._save_every, self._deterministic = save_every, deterministic
         self._keeps = keeps_contributions or deterministic or not coordinator.rules.aggregation.is_plain
         self._effects: list[Effect] = []
         self._accepted: dict[tuple[int, int], list[Accumulate]] = {}  # not added yet, by fragment and version
         self._added: dict[tuple[int, int], list[Accumulate]] = {}  # likewise, added early: their bytes are still there
         self._freed: set[tuple[int, int]] = set()  # and are not; of open rounds
-        self._jobs: deque[tuple[int, CloseRound | _Note | _Save | _End]] = deque()
+        self._jobs: deque[tuple[int, CloseRound | _NoteJob | _SaveJob | _EndJob]] = deque()
         self._tasks: deque[Task] = deque()  # of the job that was begun last
         self._asked = 0  # records that were asked for
         self._noted = 0  # the last of them that is a note
@@ -262,7 +263,7 @@ class Commits:
                 self._jobs.append((self._asked, effect))
                 to_be_noted = False
             elif isinstance(effect, AllLeft):
-                self._jobs.append((self._asked, _End(self.coordinator.remember(), effect)))
+                self._jobs.append((self._asked, _EndJob(self.coordinator.remember(), effect)))
             elif isinstance(effect, WorkerQuarantined):
                 to_be_noted = True
         if to_be_noted:
@@ -274,12 +275,12 @@ class Commits:
         """Membership, an order or the settings changed: to be written, though no round has closed."""
         if self.durability != "none":
             self._asked = self._noted = self._asked + 1
-            self._jobs.append((self._asked, _Note(self.coordinator.remember())))
+            self._jobs.append((self._asked, _NoteJob(self.coordinator.remember())))
 
     def save(self, reason: str, place: str = "") -> int:
         """A checkpoint as of now, or a copy of the state at `place`. Returns its ticket."""
         self._tickets += 1
-        self._jobs.append((self._asked, _Save(self.coordinator.remember(), reason, self._tickets, place)))
+        self._jobs.append((self._asked, _SaveJob(self.coordinator.remember(), reason, self._tickets, place)))
         return self._tickets
 
     def stop(self) -> None:
@@ -307,12 +308,12 @@ class Commits:
             match job:
                 case CloseRound():
                     self._tasks.extend(self._tasks_of(number, job))
-                case _Note():
+                case _NoteJob():
                     self._tasks.extend(self._tasks_of_note(number, job.remembered))
-                case _Save():
+                case _SaveJob():
                     made = self._checkpoint(job.remembered, job.reason, ticket=job.ticket)
                     self._tasks.append(replace(made, place=job.place))
-                case _End():
+                case _EndJob():
                     self._tasks.extend(self._tasks_of_end(job))
         return self._tasks[0] if self._tasks else None
 
@@ -385,7 +386,7 @@ class Commits:
         self.written = number
         return []
 
-    def _tasks_of_end(self, end: _End) -> list[Task]:
+    def _tasks_of_end(self, end: _EndJob) -> list[Task]:
         """Nobody trains any more: save what was agreed as a state, and not in the journal alone."""
         report = ReportEnd(end.left, min(end.remembered.versions))
         if self.durability == "none" or end.remembered.versions == self._saved_versions:

@@ -72,8 +72,9 @@ from ...types import (
 )
 from ...versions import check_spoken
 from ..autoconfig.collected import lacks_link
-from ..autoconfig.steering import Steering
-from ..leases import Leases
+from ..autoconfig.layer_plan import LayerDecision
+from ..autoconfig.steering import SteeredRun, Steering
+from ..sub_leases import LayerLeases
 from ..weights import UsualWeight, reported, staleness_factor
 from .admission import (
     check_accepted,
@@ -96,16 +97,18 @@ from .plan import Settled, changed, check_manifest, check_wishes
 from .quotas import QuotaLimits, Quotas
 from .remembered import LEAP, Acceptance, Remembered, WorkerRecord, changes_in
 from .rounds import MOST_REFUSALS, Closed, Fragment, RoundRules, RoundVerdict, TokenBudget
+from .tilings import Tilings
 from .turns import ASK_AGAIN_S, ASK_AGAIN_SOON_S
 from .uploads import Upload, Uploads
 
+TILING_PER_JOIN = 1 << 14  # of a tiling's weight
 BUDGET_SPENT = "the token budget is spent"
 THE_LAYER_ABOVE = "the layer above"  # for which members wait, at most until `withheld_until`
 
 
 class Coordinator:
     lives_type: type[Lives] = Lives
-    leases_type: type[Leases] = Leases
+    leases_type: type[LayerLeases] = LayerLeases
 
     def __init__(
         self,
@@ -127,6 +130,7 @@ class Coordinator:
         self.require_identity = require_identity
         self.uploads = Uploads(capacity_bytes=pool_bytes, part_size_bytes=part_size_bytes)
         self.quotas = Quotas(quotas)
+        self.tilings = Tilings()
         self.fragments: list[Fragment] = []
         self.plan: Plan | None = None
         self.codecs: tuple[str, ...] = ()  # of all plans that the run has had: what is under way may be of any
@@ -167,10 +171,6 @@ class Coordinator:
         waits_above = any(self._holds_back(fragment, self.now) for fragment in self.fragments)
         return [*effects, *self.lives.heard(effects, self.fragments, waits_above=waits_above)]
 
-    def tell(self, event: events.Event) -> None:
-        """Pass an event on to the listeners."""
-        self._effects.append(event)
-
     @property
     def sync_round(self) -> int:
         """Rounds that every fragment has completed."""
@@ -178,8 +178,20 @@ class Coordinator:
 
     # --- joining and leaving --------------------------------------------------------------------------------------
 
-    def check_join(self, message: Join, *, vouched: bool = False) -> None:
-        """Check everything about a join that does not depend on who is here."""
+    def check_join(
+        self, message: Join, now: float, *, vouched: bool = False, token: str = "", tiling: ModelTiling | None = None
+    ) -> ModelTiling | None:
+        """Refuse a join, or say what the worker's sections hold. It changes nothing: a worker that is refused must not
+        have settled what the run trains. (The arguments are those of `join`.)"""
+        self._check_fits(message, vouched)
+        self.check_quotas(message, now, vouched=vouched, token=token)
+        self.members.check_joins(message, now, vouched=vouched)
+        tiling = self._tiling_of(message, tiling)
+        self._check_tiling_room(message, tiling, token)
+        return tiling
+
+    def _check_fits(self, message: Join, vouched: bool) -> None:
+        """What does not depend on who is here."""
         check_spoken(message.protocol, "this worker")
         if self.require_identity:
             check_identity(message, vouched=vouched)
@@ -207,7 +219,7 @@ class Coordinator:
         brought a manifest; what is not named yet may still change."""
         self.settled, self.manifest, self.naming = settled, manifest, naming
         self._follow(plan)
-        self.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
+        self.model_bytes = self.quotas.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
         self.fragments = list(fragments)
         self.budget.fix(len(self.fragments))
 
@@ -248,12 +260,17 @@ class Coordinator:
     ) -> JoinAnswer:
         """`vouched`: something other than a key proves that the id is the sender's (membership.py). `token`: the name
         of the token that came with it. `tiling`: the message's own, if it was checked before (`check_tiling`)."""
-        self.check_join(message, vouched=vouched)
+        self._check_fits(message, vouched)
         self.now = now
-        self._check_joins(message, now, vouched, token)
+        if self.check_quotas(message, now, vouched=vouched, token=token):  # trying costs, whatever comes of it
+            is_newcomer, cost = self.members.is_newcomer(message.worker_id), 1.0
+            if tiling is not None:  # to look at a large one takes as long as many joins
+                cost += tiling.weight / TILING_PER_JOIN
+            self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer, amount=cost)
         assert self.plan is not None, "fix() comes before the first join"
         assert self.manifest is not None
         before, tiling = self.members.live_ids, self._tiling_of(message, tiling)
+        self._check_tiling_room(message, tiling, token)
         worker, arrived = self.members.join(message, now, vouched=vouched)
         worker.protocol, worker.token, worker.plan_revision = message.protocol, token, self.plan.revision
         if arrived:
@@ -275,7 +292,7 @@ class Coordinator:
                 self.members.order(worker.worker_id, "drain", self.closing)
             self._start_if_ready(now)
             self._close_rounds(now)
-        worker.tiling = tiling
+        worker.tiling = self.tilings.shared(tiling) if tiling is not None else None
         return JoinAnswer(
             run_id=self.run_id,
             incarnation=worker.incarnation,
@@ -286,17 +303,16 @@ class Coordinator:
             outer_momentum=UNSET if self.outer_momentum is None else self.outer_momentum,
         )
 
-    def _check_joins(self, message: Join, now: float, vouched: bool, token: str) -> None:
-        """A repeated join costs nothing, and no worker pays for what another one sends under its id."""
-        worker = self.members.find(message.worker_id)
-        if worker is not None:
-            self.members.check_owner(worker, message, vouched)
-            if worker.live and worker.instance == message.instance:
-                return
-        is_newcomer = worker is None or worker.is_newcomer
+    def check_quotas(self, message: Join, now: float, *, vouched: bool = False, token: str = "") -> bool:
+        """Refuse a join that is one too many. Does this one cost something? A repeated one does not, and no worker pays
+        for what another one sends under its id."""
+        self.members.check_owner(message, vouched)
+        if self.members.is_here(message):
+            return False
+        is_newcomer = self.members.is_newcomer(message.worker_id)
         self.quotas.check("records", token, message.worker_id, now, is_newcomer=is_newcomer)
         self.quotas.check("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
-        self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer)
+        return True
 
     def _tiling_of(self, message: Join, checked: ModelTiling | None) -> ModelTiling | None:
         """What its sections hold, checked. A start of a worker has one: what was sent by it is under way."""
@@ -311,6 +327,21 @@ class Coordinator:
         if message.manifest is None:
             raise BadRequest("a tiling is of the manifest that comes with it, and there is none")
         return checked or check_tiling(message)
+
+    def _check_tiling_room(self, message: Join, tiling: ModelTiling | None, token: str) -> None:
+        if tiling is not None and self.members.is_newcomer(message.worker_id):
+            self.tilings.check_room(tiling, token, message.worker_id, self.members)
+
+    def charge_hashing(self, worker_id: str, size_bytes: int, now: float) -> None:
+        """What a group is told of its sections is hashed for it. Refused if it, or newcomers with its token, had too
+        much of that lately."""
+        worker = self.members.find(worker_id)
+        if worker is None or not size_bytes:
+            return
+        self.quotas.check("hashed", worker.token, worker_id, now, is_newcomer=worker.is_newcomer)
+        self.quotas.charge(
+            "hashed", worker.token, worker_id, now, is_newcomer=worker.is_newcomer, amount=float(size_bytes)
+        )
 
     def cutting(self, message: Offer | Poll) -> Cutting:
         """How the sections that it speaks of are cut."""
@@ -1018,6 +1049,30 @@ class Coordinator:
             self.stop_at = None
             self._effects.append(StopServer(self.closing))
 
+    # --- the controller's orders ----------------------------------------------------------------------------------
+
+    @property
+    def steered(self) -> SteeredRun:
+        """The run as the controller is shown it."""
+        live = tuple(member for member in self.members if member.live)
+        is_open = self.naming is None and not self.closing
+        return SteeredRun(self.next_plan or self.plan, self.manifest, self.settled, live, self.sync_round, is_open)
+
+    def steer(self, decision: LayerDecision) -> bool:
+        """Carry out what the controller has decided. True: there is a new plan, which is to be written down."""
+        assert self.steering is not None, "nobody has named a target"
+        plan, told = self.steering.carry_out(self.steered, decision)
+        self._effects += told
+        if plan is None:
+            return False
+        self.next_plan = plan
+        self._follow_deadline(self.steering)
+        return True
+
+    def _follow_deadline(self, steering: Steering) -> None:
+        if steering.round_deadline_s is not None:
+            self.rules = replace_fields(self.rules, round_deadline_s=steering.round_deadline_s)
+
     # --- over a restart of the server -----------------------------------------------------------------------------
 
     def remember(self) -> Remembered:
@@ -1103,7 +1158,8 @@ class Coordinator:
             worker.conduct = Conduct.resumed(facts.get("conduct", {}).get(worker_id, {}), now)
             self.members.restore(worker)
         if self.steering is not None:
-            self.steering.resume(self, facts)
+            self.steering.resume(facts)
+            self._follow_deadline(self.steering)
         claimable_until, forgetful = now + self.members.return_s, first_incarnation > 1
         self.leases.resume(facts.get("data", ()), claimable_until, self.members.live_ids, forgetful=forgetful)
         if facts.get("started", False):

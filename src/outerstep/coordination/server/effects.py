@@ -58,7 +58,7 @@ class DropUpload:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """Whoever waits with this offer may ask again now: its turn has come, or it stands in the queue no more."""
+    """The worker that waits with this offer may ask again now: its turn has come, or its place in the queue is gone."""
 
     key: ContributionKey
 

@@ -195,7 +195,7 @@ class Lives:
             self._feed(worker, Happening.DRAIN_SELF, Happening.LEFT)
 
     def _take_in(self, expected: set[str]) -> None:
-        """Open rounds wait for these now: whoever has waited for that takes part."""
+        """Open rounds expect these workers now: those that have waited for that take part."""
         for worker in self._members:
             state = worker.life.place.state if worker.life is not None else None
             if state not in TAKES or not worker.live or worker.worker_id not in expected:

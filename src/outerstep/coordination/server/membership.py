@@ -1,4 +1,4 @@
-"""Who is here, what each worker has had accepted, what is held against it, and what it is yet to be told.
+"""The workers: which are here, what was accepted of each, what is held against it, and what it is still to be told.
 
 Three sets that are easily confused, and kept apart:
 
@@ -359,6 +359,7 @@ class Membership:
     def join(self, message: Join, now: float, *, vouched: bool = False) -> tuple[KnownWorker, bool]:
         """The worker, and whether it came (back) to life with this message. A repeated join changes nothing. The caller
         has checked the signature of the key that it names; `vouched`: something else proves that the id is its own."""
+        self.check_joins(message, now, vouched=vouched)
         worker = self._workers.get(message.worker_id)
         if worker is None:
             self._make_room()
@@ -367,7 +368,6 @@ class Membership:
             self._workers[message.worker_id] = worker
             arrived = True
         else:
-            self.check_owner(worker, message, vouched)
             arrived = self._join_again(worker, message, now)
         if arrived:
             self._live_ids = None
@@ -378,10 +378,37 @@ class Membership:
         worker.session = self._session_of(worker)
         return worker, arrived
 
-    @staticmethod
-    def check_owner(worker: KnownWorker, message: Join, vouched: bool) -> None:
+    def is_here(self, message: Join) -> bool:
+        """Is it a live worker that repeats its join?"""
+        worker = self._workers.get(message.worker_id)
+        return worker is not None and worker.live and worker.instance == message.instance
+
+    def is_newcomer(self, worker_id: str) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is None or worker.is_newcomer
+
+    def check_joins(self, message: Join, now: float, *, vouched: bool = False) -> None:
+        """Refuse a worker that may not join under this id, or not now."""
+        self.check_owner(message, vouched)
+        worker = self._workers.get(message.worker_id)
+        if worker is None:
+            return
+        if message.instance == worker.instance:
+            if worker.kicked:
+                raise _removed(worker)
+        elif message.instance in worker.retired:
+            raise Fenced(
+                f"worker {worker.worker_id!r} was started again elsewhere after this process",
+                hint="stop this process; the newer start carries on",
+            )
+        elif worker.live and worker.hostname != message.hostname:
+            self._check_in_use(worker, now)
+
+    def check_owner(self, message: Join, vouched: bool) -> None:
+        """Refuse a key that is not the worker's."""
+        worker = self._workers.get(message.worker_id)
         key = message.proof.key if message.proof is not UNSET else None
-        if worker.keys and not vouched and key not in worker.keys:
+        if worker is not None and worker.keys and not vouched and key not in worker.keys:
             what = "another key than this worker's" if key is not None else "a key, and this worker shows none"
             raise NotOwner(
                 f"worker id {worker.worker_id!r} belongs to {what}",
@@ -392,18 +419,9 @@ class Membership:
 
     def _join_again(self, worker: KnownWorker, message: Join, now: float) -> bool:
         if message.instance == worker.instance:
-            if worker.kicked:
-                raise _removed(worker)
             returned = not worker.live
             worker.live, worker.last_seen, worker.expected_back = True, now, False
             return returned
-        if message.instance in worker.retired:
-            raise Fenced(
-                f"worker {worker.worker_id!r} was started again elsewhere after this process",
-                hint="stop this process; the newer start carries on",
-            )
-        if worker.live and worker.hostname != message.hostname:
-            self._check_in_use(worker, now)
         # Same id, new process, and the old one is gone or ran on the same machine: a restart. The old one is fenced.
         worker.retired.append(worker.instance)
         worker.kicked = ""

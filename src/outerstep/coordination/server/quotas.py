@@ -14,7 +14,7 @@ often known afterwards only (bytes, refusals), so an account may be overdrawn; w
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,27 +22,31 @@ from ...errors import QuotaExceeded
 from ...types import ContributionKey
 
 BURST_MIN = 4
-WORKER_SHARE = 0.1  # of a token's quota; bytes aside, of which one worker may need them all
+WORKER_SHARE = 0.1  # of a token's quota; those aside, of which one worker may need all
+NEEDS_ALL: Collection[Cost] = ("bytes", "hashed")
 MOST_ACCOUNTS = 16_384  # of workers; the one that was not used for longest is forgotten
 
-Cost = Literal["joins", "records", "refused", "bytes"]
+Cost = Literal["joins", "records", "refused", "bytes", "hashed"]
 SAID: dict[Cost, str] = {
     "joins": "joins",
     "records": "records in the journal",
     "refused": "refused contributions",
     "bytes": "bytes of contributions",
+    "hashed": "bytes hashed for the processes of groups",
 }
 
 
 @dataclass(frozen=True)
 class QuotaLimits:
-    """Per token: so many a minute of each cost, and so many contributions on their way in. `bytes` None = any."""
+    """Per token: so many a minute of each cost, and so many contributions on their way in. `bytes` None = any.
+    `hashed`: or one whole model, if that is more."""
 
     joins: int = 600
     records: int = 1200
     refused: int = 120
     bytes: int | None = None
     open_uploads: int = 16_384
+    hashed: int = 64 << 30
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Account:
 class Quotas:
     def __init__(self, limits: QuotaLimits) -> None:
         self.limits = limits
+        self.model_bytes = 0
         self._of_tokens: dict[tuple[Cost, str], Account] = {}
         self._of_workers: OrderedDict[tuple[Cost, str], Account] = OrderedDict()
         self._open: dict[str, set[ContributionKey]] = {}  # by token: of newcomers, some of them gone meanwhile
@@ -80,7 +85,7 @@ class Quotas:
             keys.intersection_update([each for each in keys if is_open(each)])
         if len(keys) >= most:
             raise QuotaExceeded(
-                f"newcomers with {_named(token)} may have {most} contributions on their way in (max_open_uploads), "
+                f"newcomers with {named(token)} may have {most} contributions on their way in (max_open_uploads), "
                 f"and have {len(keys)}",
                 hint=f"ask again; or ask the operator for {REMEDY}",
                 retry_after_s=1.0,
@@ -94,7 +99,9 @@ class Quotas:
         limit = getattr(self.limits, cost)
         if limit is None:
             return []
-        own_limit = limit if cost == "bytes" else max(limit * WORKER_SHARE, 1.0)
+        if cost == "hashed":
+            limit = max(limit, self.model_bytes)
+        own_limit = limit if cost in NEEDS_ALL else max(limit * WORKER_SHARE, 1.0)
         own = self._of_workers.setdefault((cost, worker_id), Account(BURST_MIN * own_limit, now))
         self._of_workers.move_to_end((cost, worker_id))
         if len(self._of_workers) > MOST_ACCOUNTS:
@@ -102,7 +109,7 @@ class Quotas:
         paying = [(own, own_limit, f"worker {worker_id!r}")]
         if is_newcomer:
             shared = self._of_tokens.setdefault((cost, token), Account(BURST_MIN * limit, now))
-            paying.append((shared, limit, f"newcomers with {_named(token)}"))
+            paying.append((shared, limit, f"newcomers with {named(token)}"))
         for account, per_minute, _ in paying:
             filled = account.left + max(now - account.at, 0.0) * per_minute / 60.0
             account.left, account.at = min(filled, BURST_MIN * per_minute), now
@@ -120,5 +127,5 @@ class Quotas:
 REMEDY = "a higher limit, or for a token of your own (`outerstep token new NAME`)"
 
 
-def _named(token: str) -> str:
+def named(token: str) -> str:
     return f"the token {token!r}" if token else "no token"

@@ -72,7 +72,7 @@ class Upload:
             raise BadRequest(f"part {part} is out of range: contribution {self.key} has {self.parts.count} parts")
 
     def payload_hash(self) -> str:
-        """Over all parts; refuses while some are missing."""
+        """The hash over all parts. Refused while some are missing."""
         missing = self.missing
         if missing:
             raise MissingParts(
@@ -114,12 +114,12 @@ class Uploads:
         return key in self.by_key or self._turns.find(key) is not None
 
     def of(self, worker_id: str | None = None, fragment: int | None = None) -> list[Upload]:
-        """The uploads of this worker, for this fragment. None = any."""
+        """The uploads of this worker, for this fragment; None = any."""
         uploads = self.by_key if worker_id is None else self._by_worker.get(worker_id, {})
         return [upload for key, upload in uploads.items() if fragment in (None, key.fragment)]
 
     def request(self, offer: Offer, now: float, *, is_newcomer: bool = False) -> Upload | None:
-        """Room for this offer, or None: it is in the queue."""
+        """Grant room to this offer. None: there is none, and it has a place in the queue."""
         key = offer.key
         self._has_regulars = self._has_regulars or not is_newcomer
         if not self._turns.count and key not in self.by_key and self._has_room(offer, is_newcomer=is_newcomer):
@@ -148,7 +148,7 @@ class Uploads:
             self._to_ask.append(place.offer.key)
 
     def take_to_ask(self) -> list[ContributionKey]:
-        """Whose turn has come, or who has lost its place: these are told to ask again."""
+        """Take the keys of those whose turn has come or whose place is lost. They are told to ask again."""
         keys, self._to_ask = self._to_ask, []
         return keys
 
@@ -198,7 +198,7 @@ class Uploads:
         return place is not None and self._turns.ahead_bytes(place) + place.offer.size_bytes <= self.capacity_bytes
 
     def _next(self, now: float) -> PlaceInLine | None:
-        """Who gets room now; None = nobody, or there is none for the one whose turn it is."""
+        """The place that gets room now; None = nobody waits, or there is no room for the next one."""
         regular, newcomer = self._first(now, is_newcomer=False), self._first(now, is_newcomer=True)
         if newcomer is not None and self._exceeds_share(newcomer.offer):
             newcomer = None

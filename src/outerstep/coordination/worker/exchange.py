@@ -661,7 +661,9 @@ class Exchange:
                 self._go(Step.JOIN)
             case StaleRound() | TooOld() | FutureRound() | OtherCodec() if isinstance(request, OfContribution):
                 self._will_not_count(self.outbox.of(request), error)
-            case Conflict() | Superseded() if isinstance(request, Offer | Commit) and self._is_renamed(request):
+            case Conflict() | Superseded() if isinstance(request, Offer | Commit) and self._is_renamed(
+                self.outbox.of(request)
+            ):
                 self._will_not_count(self.outbox.of(request), error)
             case MissingParts():
                 if self.outbox.earlier is not None:
@@ -692,7 +694,7 @@ class Exchange:
                 self._fail(error)
 
     def _offered(self, sending: Sending, answer: OfferAnswer, now: float) -> None:
-        if answer.state == "accepted" and self._speaks and self._is_renamed(sending.offer):
+        if answer.state == "accepted" and self._speaks and self._is_renamed(sending):
             self._go(Step.COMMIT)  # it compares what we have with what it has
         elif answer.state == "accepted":
             self._accepted(sending, answer.version)
@@ -711,10 +713,10 @@ class Exchange:
         else:
             self._go(Step.COMMIT)
 
-    def _is_renamed(self, request: OfContribution) -> bool:
+    def _is_renamed(self, sending: Sending) -> bool:
         """The server knows this start of the worker by another number than when the contribution was begun: it was
         resumed from an older state, and may have taken this sequence from another start meanwhile."""
-        return self.outbox.of(request).offer.incarnation != self._session.joined.incarnation
+        return sending.offer.incarnation != self._session.joined.incarnation
 
     def _accepted(self, sending: Sending, version: int) -> None:
         """By a server that knows us by this number."""

@@ -621,8 +621,8 @@ class WorkerMachine:
             wait.tries[fragment] -= 1
             return self._begin(wait, fragment)
         del wait.tries[fragment]
-        # A worker that leaves has done enough for others when nothing of its own is left: who waits for it at one
-        # fragment will want it at the next, and so on without end.
+        # A worker that leaves has done enough for others when nothing of its own is left. Otherwise a worker
+        # that waits for it at one fragment would wait for it at the next, and so on without end.
         is_over = wait.tries.keys() <= wait.favours if wait.last else not wait.tries
         return self._end_wait() if is_over else []
 

@@ -31,7 +31,7 @@ UNMEASURED = 1 << 60  # samples of a shard that nobody has read to its end yet
 
 
 @dataclass
-class _Stretch:
+class _NumberedPlaces:
     """Numbers from `first` on, of places from `begin` to `end`."""
 
     first: int
@@ -137,7 +137,7 @@ class LeasedWork:
         self.holdings = {dataset.name: Holding(dataset) for dataset in self.datasets}
         if len(self.holdings) < len(self.datasets):
             raise ConfigError("two leased datasets have the same name; give each a name of its own")
-        self._stretches: deque[_Stretch] = deque()  # which place each number stands for, while anybody may ask
+        self._stretches: deque[_NumberedPlaces] = deque()  # which place each number stands for, while anybody may ask
         self._next = 0
         self._drawn: deque[_Drawn] = deque()
         self._put_back = NONE  # numbers of units that were drawn and never trained
@@ -198,14 +198,31 @@ class LeasedWork:
         before, holding.delivered = holding.delivered, min(holding.delivered + samples, drawn)
         return holding.delivered - before
 
-    def _number(self, name: str, place: int) -> int:
+    def _number(self, name: str, place: int, places: int = 1) -> int:
+        """The number of the first of so many."""
         last = self._stretches[-1] if self._stretches else None
         if last is not None and (last.dataset, last.end, last.last) == (name, place, self._next):
-            last.end += 1
+            last.end += places
         else:
-            self._stretches.append(_Stretch(self._next, name, place, place + 1))
-        self._next += 1
-        return self._next - 1
+            self._stretches.append(_NumberedPlaces(self._next, name, place, place + places))
+        self._next += places
+        return self._next - places
+
+    # --- of a cluster, whose members draw and train ---------------------------------------------------------------
+
+    def add(self, dataset: Dataset) -> Holding:
+        """One more, or another one of this name."""
+        holding = self.holdings.setdefault(dataset.name, Holding(dataset))
+        holding.dataset = dataset
+        return holding
+
+    def trained_below(self, name: str, places: Ranges) -> Units:
+        """These are in the cluster's own model. Their numbers."""
+        holding, first = self.holdings[name], self._next
+        for begin, end in places:
+            self._number(name, begin, end - begin)
+        holding.queue, holding.open = holding.queue - places, holding.open | places
+        return ((first, self._next),) if places else ()
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -341,7 +358,9 @@ class LeasedWork:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._stretches = deque(_Stretch(int(a), str(name), int(b), int(c)) for a, name, b, c in state["numbers"])
+        self._stretches = deque(
+            _NumberedPlaces(int(a), str(name), int(b), int(c)) for a, name, b, c in state["numbers"]
+        )
         self._next, self._put_back = int(state["next"]), Ranges(state["put_back"])
         for name, facts in state["datasets"].items():
             holding = self.holdings.get(name)

@@ -331,10 +331,12 @@ function showData() {
   const datasets = data.status.data || [], end = (each) => (each.units && each.units_per_second && each.done < each.units ? `in ${duration((each.units - each.done) / each.units_per_second)}` : "–");
   $("data").hidden = datasets.length === 0;
   if (!datasets.length) return;
-  table($("datasets"), ["dataset", "units", "done", "", "leased", "given back", "lost", "spent", "again", "end"], datasets.map((each) => [each.name, each.units ? count(each.units) : "no end", count(each.done), each.units ? percent(each.done / each.units) : "–", count(each.leased), count(each.free), count(each.lost), count(each.spent), count(each.repeated), end(each)]));
+  const inside = datasets.some((each) => each.granted !== null), above = (each) => (inside ? [each.granted === null ? "–" : count(each.granted) + (each.waiting_for ? `, waiting for ${each.waiting_for}` : "")] : []);
+  table($("datasets"), ["dataset", "units", "done", "", "leased", "given back", "lost", "spent", "again", "end", ...(inside ? ["from above"] : [])], datasets.map((each) => [each.name, each.units ? count(each.units) : "no end", count(each.done), each.units ? percent(each.done / each.units) : "–", count(each.leased), count(each.free), count(each.lost), count(each.spent), count(each.repeated), end(each), ...above(each)]));
   if (!$("data-workers").closest("details").open) return;
   const names = (each) => [...new Set([...Object.keys(each.done_by), ...Object.keys(each.leased_to)])].sort().slice(0, 200);
-  table($("data-workers"), ["dataset", "worker", "done", "leased"], datasets.flatMap((each) => names(each).map((name) => [each.name, name, count(each.done_by[name] || 0), count(each.leased_to[name] || 0)])));
+  const clusters = data.status.clusters || {}, called = (name) => (clusters[name] && clusters[name].members.length ? `${name} (a cluster of ${clusters[name].size})` : name);
+  table($("data-workers"), ["dataset", "worker", "done", "leased"], datasets.flatMap((each) => names(each).map((name) => [each.name, called(name), count(each.done_by[name] || 0), count(each.leased_to[name] || 0)])));
 }
 
 // --- tables -----------------------------------------------------------------------------------------------------------

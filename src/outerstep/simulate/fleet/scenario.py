@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from ...coordination.cost import NOMINAL, Line, Overheads, bytes_per_value, down_recipe
+from ...coordination.failures import NEVER, Failures, RoundClosing
 from ...coordination.planning import Choice, Option, PlannedSite, Situation, propose
-from ...coordination.planning.situation import LOCAL_NETWORK, MOST_WORKERS
+from ...coordination.planning.situation import HEARTBEAT_TIMEOUT_S, LOCAL_NETWORK, MOST_WORKERS
 from ...errors import ConfigError
 
 FleetTopology = Literal["server", "hierarchy"]
@@ -82,7 +83,12 @@ class LayerSetting:
             self.num_fragments,
         )
         must(0 <= self.delay < self.sync_every, f"{of}: delay must be below sync_every ({self.sync_every})", self.delay)
-        must(self.quorum is None or 0.0 < self.quorum <= 1.0, f"{of}: quorum must be a share above 0", self.quorum)
+        must(
+            self.quorum is None or 0.0 < self.quorum <= 1.0,
+            f"{of}: quorum must be a share above 0 and at most 100 %",
+            self.quorum,
+            'e.g. "75%"',
+        )
         must(0.0 <= self.grace_s <= 86_400.0, f"{of}: grace must be at most a day", self.grace_s)
         deadline_s = self.round_deadline_s
         must(deadline_s is None or 0.0 <= deadline_s <= 86_400.0, f"{of}: deadline must be at most a day", deadline_s)
@@ -90,19 +96,6 @@ class LayerSetting:
     @property
     def down_codec(self) -> str:
         return down_recipe(self.codec)
-
-
-@dataclass(frozen=True)
-class Failures:
-    """Of each worker, at random times: `per_hour` on average. Its process dies and a new one starts `restart_s` later,
-    with nothing of the old one's."""
-
-    per_hour: float = 0.0
-    restart_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        must(0.0 <= self.per_hour <= 60.0, "failures: per_hour must be from 0 to 60, of each worker", self.per_hour)
-        must(0.0 <= self.restart_s <= 7 * 86_400.0, "failures: restart must be at most a week", self.restart_s)
 
 
 @dataclass(frozen=True)
@@ -152,11 +145,11 @@ class FleetScenario:
     overheads: Overheads = NOMINAL
     server_speed: float = 1.0
     pool_bytes: int = DEFAULT_POOL_BYTES
-    failures: Failures = Failures()
+    failures: Failures = NEVER
     churn: Churn = Churn()
     liars: Liars = Liars()
     why: tuple[str, ...] = ()  # the setting is as it is, if the planner chose it
-    planned: float | None = None  # utilization, without failures
+    planned: float | None = None  # utilization
 
     def __post_init__(self) -> None:
         names = [each.name for each in self.clusters]
@@ -238,6 +231,8 @@ def recommended(
     server_out_bytes_per_s: float,
     target: float,
     topology: str | None = None,
+    failures: Failures = NEVER,
+    noticed_s: float = HEARTBEAT_TIMEOUT_S,
 ) -> Recommended:
     """What `outerstep plan` recommends for these clusters, each with a server of its own if it has several workers.
     `topology`: only this one."""
@@ -269,6 +264,8 @@ def recommended(
             target_utilization=target,
             choice=replace(choice, engine="server"),
             overheads=overheads,
+            failures=failures,
+            noticed_s=noticed_s,
         )
     )
     wanted = TOPOLOGIES if topology is None else (topology,)
@@ -278,13 +275,19 @@ def recommended(
             f"nothing can be planned with topology {topology!r}; a hierarchy takes clusters of several workers, and an "
             "interval that is a multiple of the one inside; leave topology out, or change [plan] and [inside]"
         )
-    return Recommended(*_settings_of(best), proposal.reasons, best.utilization)
+    return Recommended(*_settings_of(best, largest.workers), proposal.reasons, best.utilization)
 
 
-def _settings_of(option: Option) -> tuple[FleetTopology, LayerSetting, LayerSetting | None]:
+def _settings_of(option: Option, workers: int) -> tuple[FleetTopology, LayerSetting, LayerSetting | None]:
+    """`workers`: of a cluster."""
     inside = option.inside
+    sync_every = option.sync_every if inside is None else inside.above_every
+    closing = _closing(option.closing, option.members)
+    across = LayerSetting(sync_every, option.codec, option.num_fragments, option.delay, *closing)
     if inside is None:
-        across = LayerSetting(option.sync_every, option.codec, option.num_fragments, option.delay)
         return "server", across, None
-    across = LayerSetting(inside.above_every, option.codec, option.num_fragments, option.delay)
-    return "hierarchy", across, LayerSetting(inside.sync_every, inside.codec)
+    return "hierarchy", across, LayerSetting(inside.sync_every, inside.codec, 1, 0, *_closing(inside.closing, workers))
+
+
+def _closing(closing: RoundClosing, members: int) -> tuple[float | None, float]:
+    return (None if closing.quorum is None else closing.quorum / members), closing.grace_s

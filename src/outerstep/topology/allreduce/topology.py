@@ -438,7 +438,10 @@ class AllReduceTopology:
 
     def share_data(self, voice: DataVoice) -> None:
         if self._cluster_settings is not None:
-            raise ConfigError("ranks that are a cluster of a layer above lease no data yet; leave `data` out")
+            raise ConfigError(
+                "ranks that are a cluster of a layer above lease no data yet; leave `data` out, or let the job be a "
+                "worker of a server that has the layer above (docs/concepts/data.md#clusters)"
+            )
         self._voice, self._leases = voice, SharedLeases(voice.datasets)
         kept = (self._loaded_state or {}).get("data")
         check_loaded_table(self._leases, kept)

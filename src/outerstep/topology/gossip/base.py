@@ -1,4 +1,4 @@
-"""What is the same however the peers of a run exchange: all with all (topology.py), or in pairs (pairs.py)."""
+"""What both kinds of exchange among peers share: all with all (topology.py), and in pairs (pairs.py)."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from .node import Node, Terms
 from .state import PeerState
 from .terms import GossipTerms, GossipWishes, check_joiner, found
 
-LOOK_S = 1.0  # a thread that waits looks at least so often, so that Ctrl-C gets through
-WHOLE_PATIENCE_S = 60.0  # for one try to get a whole fragment; it is tried as long as somebody may have it
+LOOK_S = 1.0  # a waiting thread looks at least so often, so that Ctrl-C gets through
+WHOLE_PATIENCE_S = 60.0  # for one attempt to fetch a whole fragment; attempts continue as long as somebody may have it
 
 
 @dataclass(frozen=True)
 class GossipSettings:
     """`join_timeout_s`: how long to look for the peers to join. `leave_patience_s`: how long a peer that leaves stays
-    to tell the others what they may have missed. `announce` is called when this peer can be joined through."""
+    to tell the others what they may have missed. `announce` is called when others can join through this peer."""
 
     wishes: GossipWishes
     join_timeout_s: float
@@ -42,19 +42,19 @@ class GossipSettings:
 
 
 class PeerTopology(ABC):
-    """Comes and goes, encodes, and says what was agreed. How it enters a run and exchanges is its kind's."""
+    """Joins and leaves a run, encodes, and reports agreements. How it enters and exchanges is up to the subclass."""
 
     def __init__(
         self, node: Node, *, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], settings: GossipSettings
     ) -> None:
-        """`tensors`: the model's by name, of which the founder's are what the run begins with; `anchors`: where the
-        last agreed ones are found."""
+        """`tensors`: the model's, by name; the run begins with those of its founder. `anchors`: where the last agreed
+        ones are."""
         self._node, self._settings = node, settings
         self._state, self._feedback = PeerState(tensors, anchors, node.events), ErrorFeedback()
         self._begins: dict[int, Agreed] = {}  # what this peer has to catch up with
         self._begun = 0
         self._datasets: tuple[Dataset, ...] = ()  # that this peer trains
-        self._traffic = (0, 0)  # bytes sent and received that were told of
+        self._traffic = (0, 0)  # bytes sent and received that have been reported
         self._thread = CarryingThread("outerstep-gossip")
 
     # --- membership ---------------------------------------------------------------------------------------------------
@@ -65,14 +65,14 @@ class PeerTopology(ABC):
         try:
             return self._enter(manifest, wishes)
         except BaseException:
-            self._node.stop()  # nobody shall find a peer there that is none
+            self._node.stop()  # others must not find a half-made peer there
             raise
 
     @abstractmethod
     def _enter(self, manifest: Manifest, wishes: Wishes) -> Joined: ...
 
     def _find_terms(self, manifest: Manifest, wishes: Wishes) -> tuple[GossipTerms, Terms | None]:
-        """Of the run, and what the known peers said of it; None: it is founded here."""
+        """The run's terms, as the known peers state them. None: this peer founds the run."""
         own = self._settings.wishes
         known = self._node.ask_terms(self._settings.join_timeout_s)
         if known is None:
@@ -108,7 +108,7 @@ class PeerTopology(ABC):
         self._node.note_progress(step, steps_per_second, loss)
 
     def orders(self, *, at_exchange: bool) -> Orders:
-        """Nobody gives any."""
+        """None: no server gives orders."""
         return Orders()
 
     def leave(self, reason: str) -> None:
@@ -119,13 +119,13 @@ class PeerTopology(ABC):
         return FinishedTicket(self._begins.pop(fragment), self.adopted)
 
     def reopen(self, fragment: int, packed: Mapping[str, Any], *, late: bool = False) -> None:
-        """What was under way was lost with the process, unless the others have it: its steps are unsent; or if they did
-        count, the run has moved on by then."""
+        """Nothing to reopen. A contribution under way was lost with the process, unless the others have it: then its
+        steps are unsent, or the run has moved on with them."""
         return
 
     @abstractmethod
     def adopted(self, agreed: Agreed, intact: bool) -> Agreed | None:
-        """The anchor has moved; as in `Ticket.confirm`."""
+        """The anchor has moved: see `Ticket.confirm`."""
 
     # --- a contribution -----------------------------------------------------------------------------------------------
 
@@ -137,13 +137,13 @@ class PeerTopology(ABC):
         sender = sender_to_peers(
             form, fragment, deltas, self._feedback, run_id=run_id, worker_id=self._node.peer_id, sequence=sequence
         )
-        # Its memory is the node's afterwards, for as long as others may ask for it: it is not used again.
+        # The node keeps this memory for as long as others may ask for it, so it is not reused.
         pinned = any(deltas.device(entry.name).type == "cuda" for entry in form.up.entries)
         return write_at(Rooms(CPU, Memory(), pinned=pinned), form.up, sender)
 
     def _check_own(self, fragment: int, payload: Encoded) -> tuple[memoryview, str]:
-        """Its bytes; or, if they are of no use, such as say that no training is in them (the others wait for
-        something), and why."""
+        """The contribution's bytes. If they are unusable: bytes that stand for no training, because the others wait for
+        something, and the reason."""
         payload.wait()
         data, form = payload.data.numpy().data, self._state.forms[fragment]
         refusal = self._state.contents[fragment].check(data)
@@ -155,7 +155,7 @@ class PeerTopology(ABC):
     # --- what was agreed ----------------------------------------------------------------------------------------------
 
     def _fetch(self, fragment: int, *, after: int) -> FragmentSnapshot:
-        """The newest whole of a fragment, newer than `after`, with its momentum and what else belongs to it."""
+        """Fetch the newest snapshot of a fragment that is newer than `after`."""
         while True:
             version, data = self._node.fetch_snapshot(
                 fragment,
@@ -182,7 +182,7 @@ class PeerTopology(ABC):
         participants: tuple[Participant, ...] = (),
         watched: Watched | None = None,
     ) -> Agreed:
-        """`digest`: "" if it is known when the update was applied."""
+        """Make an agreement. `digest`: "" if it is known only after the update is applied."""
         sent = self._node.service.bytes_sent
         received = self._node.counts.get("fetched_bytes", 0) + self._node.snapshots.bytes_received
         before, self._traffic = self._traffic, (sent, received)
@@ -202,7 +202,7 @@ class PeerTopology(ABC):
         )
 
     def _rest(self, fragment: int, version: int, digest: str) -> None:
-        """The anchor has moved, and this is its hash: the next contribution names it, and so do the node's beats."""
+        """The anchor has moved to this hash. The next contribution and the node's beats name it."""
         self._state.rest(fragment, version, digest)
         self._node.hold_anchor(fragment, version, digest)
         if self._state.are_complete and self._node.peer.wants == "watch":

@@ -1,13 +1,13 @@
-"""Rounds of two: each peer exchanges with one other, another each time (core/gossip.py). The chain of blocks holds who
-belongs to the run, and no rounds: there is nothing that all agree on.
+"""Rounds of two: in each turn a peer exchanges with one other peer, every time another one (core/gossip.py). The chain
+of blocks holds the members but no rounds, because there is nothing that all peers agree on.
 
-In turn t a peer publishes its anchor φ and what it learned Δ, waits for its partner's of that turn, and steps:
+In turn t a peer publishes its anchor φ and what it learned, Δ. It waits for those of its partner, and steps:
 
     pairs          NoLoCo: m ← α·m − β·mean(Δ) − γ·(φ − mean φ);  φ ← φ + m
     exponential    φ ← the mean of both φ − Δ: after log2 n turns the mean of all
 
-A peer without a partner, or whose partner does not come (it is silent, or the deadline is over), steps alone. Anchors
-differ from peer to peer; how far they are apart is told as `weight_divergence`.
+A peer steps alone if it has no partner, or if the partner does not come: it is silent, or the deadline is over. Anchors
+differ from peer to peer; `weight_divergence` says how far.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .state import Contents
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.2  # a partner that has not come yet
-TURNS_SHOWN = 3  # who is ahead by less than so many turns still shows this one; of who is ahead by more, the newest
+TURNS_SHOWN = 3  # a peer keeps its offers of so many turns; of a partner that is further ahead the newest one is taken
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PairOffer:
 
     @classmethod
     def read(cls, form: Form, data: memoryview, parameters: Collection[str] = ()) -> PairOffer:
-        """Refuses (BadFrame) what is none. `parameters`: the names whose values must be numbers."""
+        """Read an offer, or refuse it (BadFrame). `parameters`: the names whose values must be finite."""
         size = int.from_bytes(data[:8], "little")
         if size != form.up.size_bytes:
             raise BadFrame(f"a contribution to this fragment has {form.up.size_bytes} bytes, got {size}")
@@ -66,7 +66,7 @@ class PairOffer:
 
 
 class PairStep(OwnStep):
-    """The step of one turn. `offers`: one's own and the partner's (its own again, if there is none)."""
+    """The step of one turn. `offers`: our own and the partner's, or our own twice if there is no partner."""
 
     def __init__(self, state: FragmentState, contents: Contents, offers: tuple[PairOffer, PairOffer]) -> None:
         super().__init__(tuple(state.roles))
@@ -120,7 +120,7 @@ class PairTicket:
         return {}
 
     def cancel(self) -> None:
-        """What was published stays published; the wait ends with the process."""
+        """Nothing to cancel: what was published stays published, and the wait ends with the process."""
 
 
 class PairsTopology(PeerTopology):
@@ -148,7 +148,7 @@ class PairsTopology(PeerTopology):
     # --- what the node asks, in its own threads -----------------------------------------------------------------------
 
     def check(self, fragment: int, data: memoryview) -> str:
-        """Nothing is offered to all."""
+        """Never asked: in pairs nothing is offered to all peers."""
         return "in this run peers exchange in pairs"
 
     def snapshot(self, fragment: int) -> tuple[int, memoryview] | None:
@@ -190,7 +190,7 @@ class PairsTopology(PeerTopology):
             ticket.done.set()
 
     def _wait_for_partner(self, ticket: PairTicket) -> PairOffer | None:
-        """What it published in this turn or a later one; None: it does not come."""
+        """What the partner published in this turn or a later one; None: it does not come."""
         began_at, run = time.monotonic(), self._state.run
         limits = [limit for limit in (run.round_deadline_s, ticket.stuck_after_s) if limit is not None]
         while True:
@@ -210,11 +210,11 @@ class PairsTopology(PeerTopology):
             self._node.watch(ASK_AGAIN_S)
 
     def _place(self, ticket: PairTicket) -> int:
-        """The number under which what is published in this turn is found."""
+        """The fragment number under which this turn's offer is published."""
         return len(self._state.forms) + ticket.fragment * TURNS_SHOWN + ticket.turn % TURNS_SHOWN
 
     def _partner(self, ticket: PairTicket) -> tuple[str, str]:
-        """Key and id of who it is in this turn, of those that belong and are not silent."""
+        """Key and id of this turn's partner, chosen among the members that are not silent."""
         with self._node.lock:
             peer, now, run = self._node.peer, time.monotonic(), self._state.run
             enough = len(peer.state.members) >= run.min_peers
@@ -238,7 +238,7 @@ class PairsTopology(PeerTopology):
             wrong = self._state.contents[ticket.fragment].check(shown.delta)
         except BadFrame as error:
             wrong = error.message
-        except Exception as error:  # bytes that another chose, in code that reads them: they cannot be used either
+        except Exception as error:  # another peer chose these bytes; if reading them fails, they are unusable too
             log.exception("what %s published could not be read", ticket.partner_id)
             wrong = f"it cannot be read: {type(error).__name__}: {error}"
         if wrong:
@@ -248,7 +248,7 @@ class PairsTopology(PeerTopology):
         return shown
 
     def settle(self, ticket: PairTicket, *, reload: bool) -> Agreed:
-        """The step that comes of a turn."""
+        """Settle a turn: the step that it leads to."""
         assert ticket.own is not None
         fragment, partner = ticket.fragment, ticket.partner or ticket.own
         if self._feedback.is_used:

@@ -1,10 +1,10 @@
-"""The state of a fragment as bytes: what a peer that joins is given.
+"""The state of a fragment as bytes, for a peer that joins.
 
     length of the head, uint32 little-endian
     head: msgpack, padded with spaces to a multiple of 64
     θ, fp32 · buf, fp32, if the outer step has momentum · the last aggregate, fp32, if the rule starts from it
 
-Tensors in the order of the fragment, each at a multiple of 8. All peers with the same version have the same bytes.
+Tensors come in the order of the fragment, each at a multiple of 8. Peers with the same version have the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("<I")
 ALIGNMENT = 64
 MOST_HEAD_BYTES = 1 << 20
 SECTIONS = 3  # θ, buf, the last aggregate
-ABSURD = 1e18  # a norm that no honest difference of weights has; sums and momentum of values below it stay finite
+ABSURD = 1e18  # above any honest norm of a difference of weights; sums and momentum of smaller values stay finite
 
 
 class SnapshotHead(Plain, frozen=True):
@@ -41,7 +41,7 @@ class SnapshotHead(Plain, frozen=True):
 
 
 def write_snapshot(form: Form, snapshot: FragmentSnapshot, history: History = ()) -> memoryview:
-    """`history`: what the norm screen remembers."""
+    """Write a snapshot. `history`: what the norm screen remembers."""
     head = msgspec.msgpack.encode(
         SnapshotHead(
             version=snapshot.version,
@@ -67,7 +67,7 @@ def write_snapshot(form: Form, snapshot: FragmentSnapshot, history: History = ()
 
 
 def read_snapshot(form: Form, data: memoryview, parameters: Collection[str]) -> tuple[FragmentSnapshot, History]:
-    """Refuses (BadFrame) what is no such thing, or not of this fragment. `parameters`: the names that have momentum."""
+    """Read a snapshot, or refuse it (BadFrame) if it is not one of this fragment. `parameters`: those with momentum."""
     if len(data) < _LENGTH.size:
         raise BadFrame(f"a fragment's snapshot has at least {_LENGTH.size} bytes, got {len(data)}")
     (length,) = _LENGTH.unpack_from(data)
@@ -95,7 +95,7 @@ def read_snapshot(form: Form, data: memoryview, parameters: Collection[str]) -> 
 
 
 def most_bytes(form: Form) -> int:
-    """No snapshot of the fragment has more."""
+    """The size limit of a snapshot of the fragment."""
     return _LENGTH.size + MOST_HEAD_BYTES + SECTIONS * _section_bytes(form)
 
 

@@ -1,15 +1,15 @@
 """What a peer holds of a run: the state of every fragment, how contributions are read, and what the norm screen knows.
 
-With a server all this is the server's. Here each peer has its own copy, moves it by the same decided rounds with the
-same arithmetic, and gives it to a peer that joins (snapshot.py).
+In a run with a server, only the server holds this. Here each peer has a copy of its own. It moves the copy by the same
+decided rounds with the same arithmetic, and gives it to peers that join (snapshot.py).
 
-The contributions of a round become one with the same bits on every peer:
+Every peer makes the same aggregate of a round's contributions, bit for bit:
 
     weights    1, or what a contribution says of itself, within a factor of the round's median
     screens    finite, norm against the last rounds; cosine by choice
     rule       the mean, or a robust one                                        core/robust/
 
-They are read in the order of their peers' ids, in blocks; nothing depends on what arrived first.
+Contributions are read in the order of their peers' ids, in blocks. The order of arrival changes nothing.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ CPU = torch.device("cpu")
 
 
 class Contents:
-    """Reads the contributions to one fragment, and says whether they are fit to be used. A server looks at each
-    contribution before it accepts it. Without one every peer looks for itself: NaN, absurd values or bytes that mean
-    nothing are not voted for."""
+    """Reads the contributions to one fragment, and checks whether they can be used. A server checks each contribution
+    before it accepts it; without a server every peer checks for itself, and does not vote for NaN, absurd values or
+    bytes that mean nothing."""
 
     def __init__(self, form: Form) -> None:
         self._form = form
@@ -63,7 +63,7 @@ class Contents:
         self.sizes: Mapping[str, int] = {entry.name: math.prod(entry.shape) for entry in form.up.entries}
 
     def check(self, data: memoryview) -> str:
-        """Why it cannot be used, naming the tensor; "" if it can."""
+        """Why a contribution cannot be used, naming the tensor; "" if it can."""
         try:
             check_frame(data, self._form.up)
         except Refused as refusal:
@@ -101,7 +101,7 @@ class Reading:
         self._contents, self._data = contents, data
 
     def encoded(self, block: TensorSpan) -> Tensor:
-        """Its bytes; blocks begin at multiples of 4096 values, as the blocks of every codec do."""
+        """The bytes of a block. Blocks begin at multiples of 4096 values, as the blocks of every codec do."""
         codec, first = self._contents.codecs[block.name], self._contents.begins[block.name]
         return self._data[first + codec.encoded_bytes(block.start) : first + codec.encoded_bytes(block.stop)]
 
@@ -109,7 +109,7 @@ class Reading:
         self._contents.codecs[block.name].decode(self.encoded(block), out)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it, by name, flat fp32."""
+        """The whole contribution by name, flat fp32."""
         found = {name: torch.empty(numel) for name, numel in self._contents.sizes.items()}
         for name, values in found.items():
             self.read(TensorSpan(name, 0, values.numel()), values)
@@ -118,8 +118,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Combined:
-    """What became of a round. `step`: the outer step along the aggregate, still to be taken; None: there was too little
-    in the round for the rule, and nothing moves. `participants` with the weight that each had, 0 = left out."""
+    """The result of a round. `step`: the outer step along the aggregate, still to be taken; None: the rule needs more
+    contributions, and nothing moves. `participants`: each with its weight; 0 = left out."""
 
     step: MeanStep | None
     participants: tuple[Participant, ...]
@@ -138,10 +138,10 @@ class _Loaded:
 
 
 class PeerState:
-    """Versions and hashes are those that were confirmed."""
+    """A peer's copy of the run. Versions and hashes are the confirmed ones."""
 
     def __init__(self, tensors: Mapping[str, Tensor], anchors: Mapping[str, Tensor], events: EventSink) -> None:
-        """`tensors`: the model's by name; `anchors`: where the last agreed ones are found, once they are."""
+        """`tensors`: the model's, by name; `anchors`: where the last agreed ones are, once there are any."""
         self._events = events
         self._tensors, self._anchors = tensors, anchors
         self._terms: GossipTerms | None = None
@@ -151,12 +151,12 @@ class PeerState:
         self.contents: list[Contents] = []
         self._states: list[FragmentState] = []
         self._histories: list[History] = []
-        self._moving: list[bool] = []  # anchor and momentum do not belong together at the moment
+        self._moving: list[bool] = []  # per fragment: anchor and momentum do not match at this moment
         self._lock = threading.Lock()  # anchors move only while `_moving`, which changes only under it
         self.loaded: _Loaded | None = None
 
     def prepare(self, terms: GossipTerms, own_outer: OwnRule | None = None) -> None:
-        """This is the run. `own_outer`: the outer step that it names, if that is none of ours."""
+        """Take the run's terms. `own_outer`: the outer step that they name, if it is a user's own."""
         self._terms, self._aggregator, loaded = terms, terms.aggregator, self.loaded
         if terms.pattern == "all":
             self._outer = outer_everywhere(replace(terms.outer, own=own_outer), self._tensors)
@@ -186,17 +186,17 @@ class PeerState:
 
     @property
     def are_complete(self) -> bool:
-        """Is an anchor of every fragment here?"""
+        """Does this peer hold an anchor of every fragment?"""
         return all(state.anchor_hash for state in self._states)
 
     def anchor(self, fragment: int) -> dict[str, Tensor]:
-        """As it is held, in host memory."""
+        """The anchor of a fragment, in host memory."""
         return on_host({name: self._anchors[name] for name in self._states[fragment].roles})
 
     # --- snapshots ----------------------------------------------------------------------------------------------------
 
     def found(self, fragment: int) -> FragmentSnapshot:
-        """What a run begins with: this peer's weights, or the state that it was given."""
+        """The snapshot that a run begins with: this peer's weights, or its loaded state."""
         state, values = self._states[fragment], self._tensors
         if self.loaded is not None:
             values, state.version = self.loaded.anchors, self.loaded.versions[fragment]
@@ -208,7 +208,7 @@ class PeerState:
         return FragmentSnapshot(state.version, anchor_hash(whole.values()), whole, {}, {})
 
     def is_as_loaded(self, fragment: int, found: FragmentSnapshot) -> bool:
-        """Is the run where the loaded state was?"""
+        """Is the run still where the loaded state left it?"""
         assert self.loaded is not None
         loaded = anchor_hash(self.loaded.anchors[name] for name in self._states[fragment].roles)
         return (found.version, found.anchor_hash) == (self.loaded.versions[fragment], loaded)
@@ -217,7 +217,7 @@ class PeerState:
         return most_bytes(self.forms[fragment])
 
     def wrong_with(self, fragment: int, version: int, data: memoryview) -> str:
-        """Why this is no snapshot of that version; "" if it is one."""
+        """Why this is not a snapshot of that version; "" if it is."""
         try:
             snapshot, _ = read_snapshot(self.forms[fragment], data, self._states[fragment].parameters)
         except BadFrame as error:
@@ -225,7 +225,7 @@ class PeerState:
         return "" if snapshot.version == version else f"it is one of version {snapshot.version}"
 
     def read(self, fragment: int, data: memoryview) -> FragmentSnapshot:
-        """What another peer holds, momentum and all. The anchor itself is for whoever adopts it."""
+        """Take another peer's momentum and the rest of its state. The anchor itself moves when it is adopted."""
         state = self._states[fragment]
         snapshot, history = read_snapshot(self.forms[fragment], data, state.parameters)
         self.begin_to_move(fragment)
@@ -234,7 +234,7 @@ class PeerState:
         return snapshot
 
     def write(self, fragment: int) -> tuple[int, memoryview] | None:
-        """The same from here, as it is at one moment; from any thread. None: it moves just now."""
+        """A consistent snapshot of this peer's state; from any thread. None: the state is moving."""
         with self._lock:
             if self._moving[fragment]:
                 return None
@@ -249,13 +249,13 @@ class PeerState:
         return self._states[fragment]
 
     def rest(self, fragment: int, version: int, digest: str) -> None:
-        """Anchor and momentum are those of this version."""
+        """The move is over: anchor and momentum are those of this version."""
         with self._lock:
             self._states[fragment].arrive(version, digest)
             self._moving[fragment] = False
 
     def combine(self, fragment: int, decided: DecidedRound, run_id: str, own_id: str) -> Combined:
-        """One round more. Contributions without training in them count nothing."""
+        """Combine the contributions of one more round. Those without training have weight 0."""
         state, version, aggregator = self._states[fragment], decided.block.version, self._aggregator
         contributions = decided.contributions
         weights = peer_weights([offered for _, offered, _ in contributions], self.run.plan.weight_by)
@@ -312,7 +312,7 @@ class PeerState:
         }
 
     def rounds_dict(self) -> dict[str, Any]:
-        """What screens and rule remember of earlier rounds; in pairs there is neither."""
+        """What screens and rule remember of earlier rounds. Pairs have neither."""
         return {
             "histories": [[list(rates) for rates in history] for history in self._histories],
             "centres": [dict(state.centre) for state in self._states],

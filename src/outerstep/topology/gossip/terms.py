@@ -30,7 +30,7 @@ MIN_PEERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class GossipWishes:
-    """What somebody wants of a run beside `Wishes`. None = whatever the run has, or for its founder the usual."""
+    """What a peer wants of a run beside `Wishes`. None = whatever the run has; for its founder, the default."""
 
     outer_lr: float | None = None
     outer_momentum: float | None = None
@@ -67,18 +67,18 @@ class GossipTerms(Plain, frozen=True):
     round_deadline_s: float | None
     heartbeat_timeout_s: float
     pattern: Pattern
-    by_hand: bool = False  # nobody trains a model: contributions are exchanged (gradient_gossip.py)
+    by_hand: bool = False  # the user exchanges contributions by hand; nobody trains a model (gradient_gossip.py)
     protocol: Since2[Positive] = msgspec.UNSET  # in protocol 1 nobody said so
     inviter: Since2[Key] = msgspec.UNSET  # the founder's key, if a peer needs an invitation
     datasets: Since2[tuple[Dataset, ...]] = msgspec.UNSET  # that the run leases
-    own_outer: Since2[Label] = msgspec.UNSET  # the outer step of a user's own, that every peer must have named itself
+    own_outer: Since2[Label] = msgspec.UNSET  # a user's own outer step; every peer must name it itself
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, document: bytes) -> GossipTerms:
-        """Of another peer. Refused (BadRequest) if it is none, or says what cannot be."""
+        """Read another peer's document, or refuse it (BadRequest) if it is none or states the impossible."""
         if len(document) > MOST_DOCUMENT_BYTES:
             raise BadRequest(f"a run's terms have at most {MOST_DOCUMENT_BYTES} bytes, got {len(document)}")
         try:
@@ -91,7 +91,7 @@ class GossipTerms(Plain, frozen=True):
         return terms
 
     def check(self) -> None:
-        """Can it be done at all?"""
+        """Refuse terms that cannot be carried out."""
         _ = self.outer, self.aggregator, self.rules, Recipe.parse(self.plan.codec), Recipe.parse(self.plan.down_codec)
         names = [spec.name for spec in self.manifest.parameters]
         if sorted(name for fragment in self.plan.fragments for name in fragment) != sorted(set(names)):
@@ -116,7 +116,7 @@ class GossipTerms(Plain, frozen=True):
 
     @property
     def keeps_momentum(self) -> bool:
-        """Does the step go by earlier ones? NoLoCo's always does, the mean of two never."""
+        """Does the step depend on earlier ones? NoLoCo's always does, the mean of two never."""
         steps_by_own = self.own_outer is not msgspec.UNSET
         return self.pattern == "pairs" or (self.pattern == "all" and (bool(self.outer_momentum) or steps_by_own))
 
@@ -183,7 +183,7 @@ def _momentum(own: GossipWishes, usual: float) -> float:
 
 
 def _attackers(own: GossipWishes, usual: int) -> int:
-    """In pairs nobody looks at what a peer tells another: who lies is believed."""
+    """How many attackers the run withstands. In pairs none: nobody checks what one peer tells another."""
     if own.pattern in (None, "all"):
         return usual if own.attackers is None else own.attackers
     if own.attackers:
@@ -195,7 +195,8 @@ def _attackers(own: GossipWishes, usual: int) -> int:
 
 
 def _min_peers(own: GossipWishes, aggregation: str, bucket_size: int, *, cosine_screen: bool) -> int:
-    """Two for the mean: a peer alone agrees with nobody. A rule needs as many as it is defined for, and three."""
+    """The least number of peers. The mean needs two, to agree at all; a robust rule what it is defined for, at least
+    three."""
     if own.min_peers is not None:
         return own.min_peers
     if aggregation == "mean" and not cosine_screen:
@@ -206,7 +207,7 @@ def _min_peers(own: GossipWishes, aggregation: str, bucket_size: int, *, cosine_
 
 
 def check_mean_alone(pattern: str, aggregation: str, cosine_screen: bool, bucket_size: int) -> None:
-    """Of two there is no majority that could tell which of them is wrong."""
+    """Refuse a robust rule in pairs: two peers have no majority that could tell which of them is wrong."""
     for name, value, usual in (
         ("aggregation", aggregation, "mean"),
         ("cosine_screen", cosine_screen, False),
@@ -222,14 +223,14 @@ def check_mean_alone(pattern: str, aggregation: str, cosine_screen: bool, bucket
 def check_joiner(
     terms: GossipTerms, manifest: Manifest, wishes: Wishes, own: GossipWishes, *, by_hand: bool = False
 ) -> None:
-    """Does this peer have the run's model, and want nothing that the run does not have?"""
+    """Refuse a joiner with another model, or with a wish that the run does not meet."""
     if terms.by_hand != by_hand:
         kinds = {True: "exchanges contributions by hand (GradientGossip)", False: "trains a model (DiLoCoWorker)"}
         raise PlanMismatch(f"the run {kinds[terms.by_hand]}, and this peer {kinds[by_hand]}", hint="join another run")
     check_manifest(terms.manifest, manifest)
     said, has_own = own.own_outer.name if own.own_outer else None, terms.own_outer
     if (has_own if has_own is not msgspec.UNSET else None) != said:
-        # Nobody imports a class because a stranger names it: each peer's own user must have.
+        # A class is never imported because a stranger names it: each peer's own user must name it.
         raise PlanMismatch(
             f"the run steps by outer_optimizer {has_own or 'nesterov'!r}, and this peer by {said or 'nesterov'!r}",
             hint="give every peer the same outer_optimizer and outer_options",

@@ -1,10 +1,10 @@
-"""Contributions become agreements among peers that nobody is in the middle of, and of which some may fail or lie.
+"""Contributions become agreements among peers without a server, some of which may fail or lie.
 
-Each peer offers what it learned to all others. They decide which contributions a round is made of (coordination/gossip,
-carried by node/node.py), read those in the order of the peers' ids, combine them by the run's rule (state.py), and take
-the outer step each on its own copy, with arithmetic that gives the same bits on every machine (core/state.py). The
-next contribution names the hash of the anchor it started from: whoever got somewhere else is not counted, sees that,
-and takes the others' anchor.
+Each peer offers what it learned to all others. Together they decide which contributions make a round
+(coordination/gossip, carried by node/node.py). Each reads those in the order of the peers' ids, combines them by the
+run's rule (state.py), and takes the outer step on its own copy, with arithmetic that gives the same bits on every
+machine (core/state.py). The next contribution names the hash of the anchor it started from. A peer with another anchor
+is not counted; it notices, and takes the others' anchor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAST_BEATS = 3  # that a peer must miss to be declared dead
 
 
 class GossipTicket:
-    """A contribution under way. `offered`: what was said of it; None: the fragment had moved on before."""
+    """A contribution under way. `offered`: what the others were told of it; None: the fragment had moved on before."""
 
     def __init__(
         self, topology: GossipTopology, contribution: Contribution, sequence: int, stuck_after_s: float | None
@@ -46,9 +46,9 @@ class GossipTicket:
         self.fragment, self.base_version = contribution.fragment, contribution.base_version
         self.sequence, self.stuck_after_s = sequence, stuck_after_s
         self.is_offered = threading.Event()
-        self.offered_sequence = 0  # by which the others know it; 0: it was not offered
+        self.offered_sequence = 0  # the number under which the others know it; 0: it was not offered
         self.said: tuple[LeaseStatement, ...] = ()  # of leased data
-        self.refusal = ""  # why its own peer has no use for it
+        self.refusal = ""  # why its own peer cannot use it
         self.error: BaseException | None = None
         self.short_since: float | None = None
         self._topology = topology
@@ -63,7 +63,7 @@ class GossipTicket:
         return self._topology.adopted(agreed, intact)
 
     def resume(self, *, stuck_after_s: float | None = None) -> GossipTicket:
-        """It continues by itself, whatever became of the wait for it."""
+        """Wait again. The exchange itself has continued meanwhile."""
         self.stuck_after_s, self.short_since = stuck_after_s, None
         if isinstance(self.error, RoundStuck):
             self.error = None
@@ -74,7 +74,7 @@ class GossipTicket:
         return {}
 
     def cancel(self) -> None:
-        """Too late: what was said cannot be unsaid. It counts if the others decide so."""
+        """Nothing to cancel: an offer cannot be taken back. It counts if the others decide so."""
 
 
 class GossipTopology(PeerTopology):
@@ -106,7 +106,7 @@ class GossipTopology(PeerTopology):
         return Joined(node.peer_id, terms.plan, manifest, frozenset(fragments if loaded is not None else ()))
 
     def _is_alone(self, state: ChainState) -> bool:
-        """All that is left of a run is this peer and its folder, which keeps what it said and not what it held."""
+        """Is this peer the only one left of its run? Its folder keeps what the peer said, not what it held."""
         if any(member.key != self._node.key for member in state.members):
             return False
         loaded = self._state.loaded
@@ -119,8 +119,8 @@ class GossipTopology(PeerTopology):
         return True
 
     def _beside_loaded(self, fragment: int, whole: FragmentSnapshot) -> Agreed:
-        """A loaded state yields to the run: where that has moved on, what the state had not sent is dropped (it may
-        have been sent and counted after the state was saved)."""
+        """Let a loaded state yield to the run: where the run has moved on, unsent steps of the state are dropped. (They
+        may have been sent and counted after the state was saved.)"""
         names = tuple(self._state[fragment].roles)
         if self._state.is_as_loaded(fragment, whole):
             return self._agreed(fragment, whole.version, StepChain(names), whole.anchor_hash)
@@ -146,7 +146,7 @@ class GossipTopology(PeerTopology):
             )
 
     def _found_data(self, terms: GossipTerms) -> bytes:
-        """Of a run of one."""
+        """The lease table of a run that this peer founds."""
         assert self._voice is not None
         leases, own = SharedLeases(self._datasets), self._node.peer_id
         said = self._voice.say(lambda request: leases.answer(own, request), terms.plan.sync_every, 0)
@@ -154,7 +154,7 @@ class GossipTopology(PeerTopology):
         return leases.encode()
 
     def _table(self) -> SharedLeases:
-        """As the last block has made it."""
+        """The lease table after the last block."""
         with self._node.lock:
             state = self._node.peer.state
         assert state.data is not UNSET
@@ -175,7 +175,8 @@ class GossipTopology(PeerTopology):
         return self._table().progress()
 
     def _say(self) -> tuple[LeaseStatement, ...]:
-        """Not under the node's lock: whoever draws data holds the worker's, and asks the node."""
+        """State what this peer holds. Not under the node's lock: a thread that draws data holds the worker's lock, and
+        then asks the node."""
         if self._voice is None:
             return ()
         table, own = self._table(), self._node.peer_id
@@ -199,7 +200,7 @@ class GossipTopology(PeerTopology):
     # --- one exchange -------------------------------------------------------------------------------------------------
 
     def begin(self, contribution: Contribution, *, stuck_after_s: float | None = None) -> GossipTicket:
-        """Encode now (the weights will change); it is checked and offered in the background."""
+        """Encode now, because the weights will change; check and offer in the background."""
         self._begun += 1
         ticket = GossipTicket(self, contribution, self._begun, stuck_after_s)
         payload = self._encode(contribution, ticket.sequence)
@@ -261,7 +262,7 @@ class GossipTopology(PeerTopology):
         return Sight(done=True, missed=True) if self._node.is_lost(ticket.fragment, version) else None
 
     def _trouble(self, ticket: GossipTicket) -> WorkerError | None:
-        """What makes waiting vain."""
+        """Why waiting is in vain; None = it is not."""
         with self._node.lock:
             peer, now = self._node.peer, time.monotonic()
             if peer.is_expelled:
@@ -284,7 +285,7 @@ class GossipTopology(PeerTopology):
         return own in [(peer_id, offered.sequence) for peer_id, offered, _ in decided.contributions]
 
     def settle(self, ticket: GossipTicket, *, reload: bool) -> Agreed:
-        """Wait for it, and read what was agreed."""
+        """Wait for the round, and read what was agreed."""
         while not self.look(ticket, LOOK_S).done:
             pass
         if ticket.error is not None:
@@ -302,8 +303,8 @@ class GossipTopology(PeerTopology):
     # --- what was agreed ----------------------------------------------------------------------------------------------
 
     def _take_over(self, ticket: GossipTicket) -> Agreed:
-        """All rounds that are decided and here, as one update; or the whole, if they do not lead on from the
-        anchor that is held."""
+        """All decided rounds whose bytes are here, as one update; or a snapshot, if they do not continue from our
+        anchor."""
         fragment, held = ticket.fragment, self._state.begin_to_move(ticket.fragment)
         steps: list[tuple[str, MeanStep]] = []
         counted, version, last = False, ticket.base_version, None
@@ -337,7 +338,7 @@ class GossipTopology(PeerTopology):
         )
 
     def _is_counted_in_lost(self, ticket: GossipTicket) -> bool:
-        """Its bytes are gone, but what was decided is known."""
+        """Did this contribution count in a round whose bytes are gone? What was decided is still known."""
         with self._node.lock:
             taken = self._node.rounds.find(ticket.fragment, ticket.base_version + 1)
             key = self._node.peer.member.key
@@ -363,7 +364,7 @@ class GossipTopology(PeerTopology):
     # --- what must not be forgotten -----------------------------------------------------------------------------------
 
     def state_dict(self, under_way: Collection[int]) -> dict[str, Any]:
-        """Anchor and momentum too: a run can be founded from it."""
+        """Includes anchor and momentum, so that a run can be founded from it."""
         kept = {**self._state.state_dict(), **self._state.rounds_dict()}
         return {**kept, "feedback": self._feedback.state_dict(under_way)}
 

@@ -40,6 +40,7 @@ from .sharded import Entered, Fetched, ShardedTopology, Shards
 from .topology import GroupTopology
 
 KEPT_LAYOUTS = 256
+PASSED_ON_BYTES = 16 << 20  # of what a rank has fetched, that it passes on at a time: a part at least
 
 
 class HeldModel(msgspec.Struct, frozen=True):
@@ -114,9 +115,9 @@ class TiledTopology(ShardedTopology):
     def _excerpts(self, form: Form) -> dict[str, Excerpt]:
         """`whole` makes the noise of each box its own: so many values of the tensor are in boxes before it."""
         found, section = dict[str, Excerpt](), self._shards.section
-        for name, _, boxes in self._tiling.fragment([entry.name for entry in form.up.entries]).tensors:
+        for name, pattern in self._tiling.fragment([entry.name for entry in form.up.entries]).tensors:
             before = 0
-            for box in boxes:
+            for box in pattern.boxes:
                 if box.holders[0] == section:
                     found[name] = Excerpt(whole=before)
                 before += torch.Size(box.size).numel()
@@ -142,38 +143,19 @@ class TiledTopology(ShardedTopology):
         return None if pieces and got is None else Fetched(None, got)
 
     def _pass_on(self, agreement: Agreement, fetched: Fetched) -> Fetched:
-        """Everybody gets the bytes that it needs."""
+        """Everybody gets the bytes that it needs, some parts at a time: what is on its way takes no memory to speak of
+        beside what arrives."""
         layout, _ = self._frame(agreement)
-        count, us, got = len(agreement.payloads), self.ranks.rank, fetched.got
+        count, got = len(agreement.payloads), fetched.got
         parts, size = self._parts_of(agreement), self._inner.session.joined.plan.part_size_bytes
-        ranges = [_ranges(each, size, layout.size_bytes) for each in parts]
         needs = self._needs(agreement)
-        mine = needs[self._sections[us]]
+        mine = needs[self._sections[self.ranks.rank]]
         frames = [torch.frombuffer(got.frames[i], dtype=torch.uint8) for i in range(count)] if got is not None else []
-
-        def outgoing(rank: int) -> Tensor:
-            theirs = needs[self._sections[rank]]
-            each = sum(theirs.before(end) - theirs.before(begin) for begin, end in ranges[us])
-            data, at = torch.empty(count * each, dtype=torch.uint8), 0
-            for frame in frames:
-                place = 0
-                for begin, end in ranges[us]:
-                    at += theirs.collect(frame, begin - place, begin, end, data[at:])
-                    place += end - begin
-            return data
-
-        sizes = [count * sum(mine.before(end) - mine.before(begin) for begin, end in each) for each in ranges]
-        made = self.ranks.check(lambda: [outgoing(rank) for rank in range(self.ranks.size)])
-        arrived = self.ranks.swap(made, sizes)
-        del made
-        buffers = [torch.empty(mine.size_bytes, dtype=torch.uint8) for _ in range(count)]
-        for data, each in zip(arrived, ranges, strict=True):
-            at = 0
-            for buffer in buffers:
-                for begin, end in each:
-                    first, last = mine.before(begin), mine.before(end)
-                    buffer[first:last] = data[at : at + last - first]
-                    at += last - first
+        buffers = self.ranks.check(lambda: [torch.empty(mine.size_bytes, dtype=torch.uint8) for _ in range(count)])
+        at_once = max(PASSED_ON_BYTES // (size * max(count, 1)), 1)
+        for first in range(0, max(map(len, parts)), at_once):
+            ranges = [_ranges(each[first : first + at_once], size, layout.size_bytes) for each in parts]
+            self._swap(needs, ranges, [frame[first * size :] for frame in frames], buffers)
         proof = agreement.range_hashes[self._shards.section]
         if any(payload.kind == "full" for payload in agreement.payloads):
             values = {name: buffers[0][slice(*place)].view(torch.float32) for name, place in mine.places.items()}
@@ -181,6 +163,39 @@ class TiledTopology(ShardedTopology):
             shaped = {name: values.get(name, empty).view(self._places[name][1]) for name in self._names(layout)}
             return Fetched(WholeAnchor(shaped, proof), got)
         return Fetched(BoxChain(self._names(layout), buffers, mine, proof), got)
+
+    def _swap(
+        self,
+        needs: Sequence[NeededBytes],
+        ranges: Sequence[Sequence[tuple[int, int]]],
+        frames: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        """Of each frame the bytes in `ranges`, by rank, from who has them to who needs them. `frames` begin with ours,
+        one after the other; `buffers` get what we need."""
+        mine = needs[self._sections[self.ranks.rank]]
+
+        def outgoing(rank: int) -> Tensor:
+            theirs, ours = needs[self._sections[rank]], ranges[self.ranks.rank]
+            each = sum(theirs.before(end) - theirs.before(begin) for begin, end in ours)
+            data, at = torch.empty(len(buffers) * each, dtype=torch.uint8), 0
+            for frame in frames:
+                place = 0
+                for begin, end in ours:
+                    at += theirs.collect(frame, begin - place, begin, end, data[at:])
+                    place += end - begin
+            return data
+
+        sizes = [len(buffers) * sum(mine.before(end) - mine.before(begin) for begin, end in each) for each in ranges]
+        made = self.ranks.check(lambda: [outgoing(rank) for rank in range(self.ranks.size)])
+        arrived = self.ranks.swap(made, sizes)
+        for data, each in zip(arrived, ranges, strict=True):
+            at = 0
+            for buffer in buffers:
+                for begin, end in each:
+                    first, last = mine.before(begin), mine.before(end)
+                    buffer[first:last] = data[at : at + last - first]
+                    at += last - first
 
     def _names(self, layout: Layout) -> tuple[str, ...]:
         """What is here of a fragment, in its order."""

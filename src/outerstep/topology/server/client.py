@@ -67,7 +67,7 @@ class DiLoCoClient:
         self._retries = RETRIES if max_retries is None else max_retries
         self._retry_delay_s = retry_delay
         self._join_timeout_s = JOIN_TIMEOUT_S if max_retries is None else sum(self._pauses())
-        self._seats: dict[str, _Seat] = {}
+        self._workers: dict[str, _RegisteredWorker] = {}
 
     def register(self, worker_id: str, info: Mapping[str, object] | None = None, **wishes: object) -> dict[str, Tensor]:
         """Join and get the global parameters. `info`: what the status is to show of this worker, `hostname` first of
@@ -82,24 +82,24 @@ class DiLoCoClient:
             join_timeout_s=self._join_timeout_s,
             info=as_info(told),
         )
-        seat = _Seat(topology, topology.join(None, Wishes(**wishes)))  # type: ignore[arg-type]
-        self._seats[worker_id] = seat
-        return seat.params()
+        worker = _RegisteredWorker(topology, topology.join(None, Wishes(**wishes)))  # type: ignore[arg-type]
+        self._workers[worker_id] = worker
+        return worker.params()
 
     def plan(self, worker_id: str) -> Plan:
-        return self._seat(worker_id).joined.plan
+        return self._worker(worker_id).joined.plan
 
     def submit_pseudogradients(
         self, worker_id: str, pseudograds: Mapping[str, Tensor], *, steps: int = 1, samples: int = 0, tokens: int = 0
     ) -> dict[str, Tensor]:
         """Contribute every fragment to its open round; returns the new global parameters when the rounds close.
         `steps`, `samples` and `tokens`: how much training is in it; the run may weigh by them."""
-        seat = self._seat(worker_id)
-        work = _Work(steps, samples, tokens)
-        tickets = [seat.begin(f, pseudograds, work) for f in range(len(seat.anchors))]
+        worker = self._worker(worker_id)
+        work = _TrainingAmount(steps, samples, tokens)
+        tickets = [worker.begin(f, pseudograds, work) for f in range(len(worker.anchors))]
         for fragment, ticket in enumerate(tickets):
-            seat.settle(fragment, ticket.finish(), pseudograds, work)
-        return seat.params()
+            worker.settle(fragment, ticket.finish(), pseudograds, work)
+        return worker.params()
 
     def submit_fragment_pseudogradients(
         self,
@@ -113,19 +113,19 @@ class DiLoCoClient:
     ) -> dict[str, Tensor]:
         """The same for one fragment. All clients must take the fragments in the same order: one that waits at another
         fragment than the rest keeps them waiting too, until the run's round deadline."""
-        seat = self._seat(worker_id)
-        if not 0 <= fragment_id < len(seat.anchors):
-            raise ConfigError(f"fragment {fragment_id} does not exist: the plan has {len(seat.anchors)}")
-        work = _Work(steps, samples, tokens)
-        ticket = seat.begin(fragment_id, pseudograds, work)
-        seat.settle(fragment_id, ticket.finish(), pseudograds, work)
-        return dict(seat.anchors[fragment_id].anchor)
+        worker = self._worker(worker_id)
+        if not 0 <= fragment_id < len(worker.anchors):
+            raise ConfigError(f"fragment {fragment_id} does not exist: the plan has {len(worker.anchors)}")
+        work = _TrainingAmount(steps, samples, tokens)
+        ticket = worker.begin(fragment_id, pseudograds, work)
+        worker.settle(fragment_id, ticket.finish(), pseudograds, work)
+        return dict(worker.anchors[fragment_id].anchor)
 
     def get_global_params(self, worker_id: str | None = None) -> dict[str, Tensor]:
         """The newest model that the run has agreed on, by every name that it has for its tensors, fp32. Nobody is
         registered, and no round waits for this. With a `worker_id`: what this client holds for that worker."""
         if worker_id is not None:
-            return self._seat(worker_id).params()
+            return self._worker(worker_id).params()
         transport = self._transport
         if not isinstance(transport, HttpTransport):
             raise ConfigError("without a worker_id the model is read over HTTP: make this client with the address")
@@ -137,7 +137,7 @@ class DiLoCoClient:
         """A sign of life. The answer has `status`, `sync_round`, `num_workers` (how many the run reckons with) and
         `num_registered` (how many are live); `recommended_sync_every`, if the run gives this worker a number of steps
         of its own; and `drain` or `sync` with a reason, if it is to finish, or to exchange now."""
-        topology = self._seat(worker_id).topology
+        topology = self._worker(worker_id).topology
         self._retried(lambda: topology.heartbeat(step, steps_per_second, None))
         heard, orders = topology.last_heard, topology.orders(at_exchange=False)
         answer: dict[str, object] = {"status": "ok"}
@@ -150,8 +150,8 @@ class DiLoCoClient:
         return answer | {name: why for name, why in (("drain", orders.drain), ("sync", orders.sync)) if why}
 
     def deregister(self, worker_id: str) -> None:
-        self._seat(worker_id).topology.leave("deregistered")
-        del self._seats[worker_id]
+        self._worker(worker_id).topology.leave("deregistered")
+        del self._workers[worker_id]
 
     def get_status(self) -> dict[str, object]:
         return self._retried(self._transport.status)
@@ -173,11 +173,11 @@ class DiLoCoClient:
         """In seconds, between one try and the next."""
         return [min(self._retry_delay_s * 2.0 ** min(i, 32), LONGEST_PAUSE_S) for i in range(self._retries)]
 
-    def _seat(self, worker_id: str) -> _Seat:
-        seat = self._seats.get(worker_id)
-        if seat is None:
+    def _worker(self, worker_id: str) -> _RegisteredWorker:
+        worker = self._workers.get(worker_id)
+        if worker is None:
             raise ConfigError(f"worker {worker_id!r} is not registered with this client; call register first")
-        return seat
+        return worker
 
 
 def as_info(told: Mapping[str, object]) -> dict[str, InfoValue]:
@@ -208,7 +208,7 @@ def _as_fact(value: object) -> InfoValue:
 
 
 @dataclass(frozen=True)
-class _Work:
+class _TrainingAmount:
     """How much training is in a contribution."""
 
     steps: int
@@ -216,7 +216,7 @@ class _Work:
     tokens: int
 
 
-class _Seat:
+class _RegisteredWorker:
     """One registered worker: its place at the server, and the anchors it holds."""
 
     def __init__(self, topology: ServerTopology, joined: Joined) -> None:
@@ -227,7 +227,7 @@ class _Seat:
     def params(self) -> dict[str, Tensor]:
         return {name: theta for agreed in self.anchors for name, theta in agreed.anchor.items()}
 
-    def begin(self, fragment: int, pseudograds: Mapping[str, Tensor], work: _Work) -> ServerTicket:
+    def begin(self, fragment: int, pseudograds: Mapping[str, Tensor], work: _TrainingAmount) -> ServerTicket:
         names = self.joined.plan.fragments[fragment]
         missing = [name for name in names if name not in pseudograds]
         known = {name for fragment_names in self.joined.plan.fragments for name in fragment_names}
@@ -240,7 +240,7 @@ class _Seat:
             Contribution(fragment, version, version, work.steps, work.samples, work.tokens, deltas)
         )
 
-    def settle(self, fragment: int, agreed: Agreed, pseudograds: Mapping[str, Tensor], work: _Work) -> None:
+    def settle(self, fragment: int, agreed: Agreed, pseudograds: Mapping[str, Tensor], work: _TrainingAmount) -> None:
         """Take the agreement over. If the round had closed without us, the same steps go into the next one: a rebased
         pseudo-gradient is the same pseudo-gradient."""
         for _ in range(TRIES):

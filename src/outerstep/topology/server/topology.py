@@ -53,6 +53,7 @@ from .link import ServerLink
 from .saved import SavedTopology, is_without_bytes, unpack_offer, unpack_payload, write_fragments
 
 HEAR = Share(1, range(0), speaks=True)  # of an agreement, and fetch nothing
+LONGEST_JOIN_PAUSE_S = 5.0  # between two attempts to join; later they are further apart
 EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
 FORGET_STATE = "the loaded state is of that run: resume its server, or start without load_state_dict to join this one"
 
@@ -134,7 +135,9 @@ class ServerTopology:
         )
         self._link.introduce(join)
         # The first fetch does the joining; only then is it known how many fragments there are.
-        patience = replace(self._patience, give_up_after_s=self._join_timeout_s)
+        # All of a new run wait for its last worker, and a server that is being started refuses those that come early.
+        pause_s = min(self._patience.longest_backoff_s, LONGEST_JOIN_PAUSE_S)
+        patience = replace(self._patience, give_up_after_s=self._join_timeout_s, longest_backoff_s=pause_s)
         first = self._ask(0, share if restored is None else HEAR, patience, self._held.get(0))
         first.join()
         try:

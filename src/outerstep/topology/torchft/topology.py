@@ -277,7 +277,10 @@ class TorchftTopology:
 
     def share_data(self, voice: DataVoice) -> None:
         if self._cluster is not None:
-            raise ConfigError("replicas that are a cluster of a layer above lease no data yet; leave `data` out")
+            raise ConfigError(
+                "replicas that are a cluster of a layer above lease no data yet; leave `data` out, or let workers of a "
+                "server be that cluster (docs/concepts/data.md#clusters)"
+            )
         self._voice = voice
 
     def is_admitted(self) -> bool:

@@ -86,11 +86,11 @@ class Steered:
             told = self.desk.poll(worker, version).plan
             if told is not None:
                 self.read.setdefault(told.revision, {})[worker] = told
-        state = self.steering.state(self.coordinator, self.meter.reports(self.desk.now), self.desk.now)
+        state = self.steering.state(self.coordinator.steered, self.meter.reports(self.desk.now), self.desk.now)
         if state is None:
             return None
         decision = self.steering.decide(state)
-        if self.steering.carry_out(self.coordinator, decision):
+        if self.coordinator.steer(decision):
             self.decisions.append(decision)
         self.desk.carry_out()
         return decision

@@ -137,7 +137,7 @@ class TestWhatIsSaid:
         manifest = desk.coordinator.manifest
         assert manifest is not None
         turned = type(manifest)(parameters=manifest.parameters[::-1], aliases=manifest.aliases)
-        desk.coordinator.check_join(make_join("b", manifest=turned))
+        desk.coordinator.check_join(make_join("b", manifest=turned), 0.0)
 
     def test_while_only_more_workers_can_help_nobody_is_named_as_silent(self) -> None:
         desk = Desk("abc", min_workers=3)

@@ -84,7 +84,7 @@ class TestJoining:
         with pytest.raises(NoIdentity, match="'a' brings none"):
             desk.coordinator.join(make_join(), 0.0)
         with pytest.raises(NoIdentity):
-            desk.coordinator.check_join(make_join())
+            desk.coordinator.check_join(make_join(), 0.0)
         with pytest.raises(NoIdentity):
             Commits(desk.coordinator, "round").answer(make_join(), 0.0)
         assert list(desk.coordinator.members) == []

@@ -127,6 +127,6 @@ class TestNaming:
     def test_a_manifest_is_not_compared_with_what_it_will_settle(self) -> None:
         desk = unnamed()
         other = replace(MANIFEST, parameters=MANIFEST.parameters[:1])
-        desk.coordinator.check_join(make_join("c", manifest=other, wishes=Wishes(sync_every=9)))
+        desk.coordinator.check_join(make_join("c", manifest=other, wishes=Wishes(sync_every=9)), 0.0)
         with pytest.raises(PlanMismatch, match="sync_every"):
-            desk.coordinator.check_join(make_join("c", wishes=Wishes(sync_every=9)))
+            desk.coordinator.check_join(make_join("c", wishes=Wishes(sync_every=9)), 0.0)

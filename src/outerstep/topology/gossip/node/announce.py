@@ -34,7 +34,7 @@ def announce(node: Node) -> None:
 
 
 def _page(node: Node, *, is_for_people: bool) -> str:
-    """The link logs whoever opens it in, so it is as private as the join string, for as long as it works."""
+    """The link to the page. It logs in whoever opens it, so while it works it is as private as the join string."""
     if node.dashboard is None:
         return ""
     if not is_for_people:

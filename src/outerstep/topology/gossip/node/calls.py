@@ -23,7 +23,7 @@ def ask(transport: HttpTransport, request: PeerRequest, kind: type[A], *, timeou
 def ask_member(
     contacts: Contacts, key: str, request: PeerRequest, kind: type[A], *, timeout_s: float | None = None
 ) -> A:
-    """The member with this key, wherever it is."""
+    """Ask the member with this key."""
     transport = contacts.transport(key)
     if transport is None:
         raise Refused("nobody has said where it is")
@@ -42,7 +42,7 @@ def _ask(
     except OuterstepError:
         raise
     except Exception as error:
-        # A place or an answer that the standard library stumbles over: the other end chose it, so it is no bug of ours.
+        # The other end chose this address or answer. If the standard library stumbles over it, the bug is not ours.
         log.debug("asking %s failed", transport.address, exc_info=True)
         raise TransportError(f"{transport.address}: {type(error).__name__}: {error}") from error
     if not isinstance(answer, kind):

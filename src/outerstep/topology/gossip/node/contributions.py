@@ -1,4 +1,4 @@
-"""The contributions of a run as bytes: which are held, to which rounds they belong, how those of others are fetched.
+"""The contributions of a run as bytes: which are held, which rounds they belong to, and how others' are fetched.
 
 *Held*, by digest, in a pool: in memory up to a limit, beyond it in a spool file (outerstep/pool.py). How many there are
 is bounded by what the state machine asks for: of each member and fragment the contributions to the open round, which
@@ -55,7 +55,7 @@ SPOOL_BYTES = 1 << 50  # as large as the disk
 
 @dataclass(eq=False)
 class HeldPayload:
-    """A payload, whole. `is_good`: it can be used, as far as that was looked at."""
+    """A whole payload. `is_good`: the check has found nothing wrong with it."""
 
     parts: PartList
     data: memoryview
@@ -105,7 +105,7 @@ class Payloads:
         return found[0] if found is not None else None
 
     def put(self, about: str, data: memoryview, part_size_bytes: int) -> str:
-        """A copy of one's own, under the digest that is returned. It stays until it is let go (`unpin`)."""
+        """Keep a copy of our own contribution until `unpin`. Returns its digest."""
         room = self._pool.take(len(data))
         room.view[:] = data
         parts = cut(room.view, part_size_bytes)
@@ -127,7 +127,7 @@ class Payloads:
     # --- those of others --------------------------------------------------------------------------------------------
 
     def arrival(self, digest: str) -> Arrival | None:
-        """The parts that have arrived so far: a thread that resumes it needs only the rest."""
+        """The parts that have arrived so far; only the rest is still needed."""
         with self._lock:
             return self._arrivals.get(digest)
 
@@ -139,7 +139,7 @@ class Payloads:
             return self._arrivals.setdefault(digest, arrival)
 
     def arrived(self, digest: str) -> HeldPayload | None:
-        """All of it; None: it was dropped meanwhile."""
+        """The payload, when all parts are in; None: it was dropped meanwhile."""
         with self._lock:
             arrival = self._arrivals.pop(digest, None)
             if arrival is None:
@@ -149,7 +149,7 @@ class Payloads:
             return held
 
     def keep_only(self, needed: Iterable[str]) -> None:
-        """Drop the others. A view of one keeps its memory from being used again."""
+        """Drop all others. Memory of which somebody holds a view is not reused."""
         keep = set(needed)
         with self._lock:
             keep |= self._pinned.keys()
@@ -179,7 +179,7 @@ KEPT_ROUNDS = 2
 
 @dataclass(eq=False)
 class Taken:
-    """`offers`: (peer id, key, what it offered), in the order of the ids. `is_lost`: its bytes are not to be had."""
+    """A decided round. `offers`: (peer id, key, offer), in the order of the ids. `is_lost`: its bytes are gone."""
 
     block: Round
     offers: tuple[tuple[str, str, Offered], ...]
@@ -188,7 +188,7 @@ class Taken:
 
 
 class DecidedRounds:
-    """Under the node's lock."""
+    """The rounds decided lately. Guarded by the node's lock."""
 
     def __init__(self, state: ChainState) -> None:
         self.leap(state)
@@ -217,7 +217,7 @@ class DecidedRounds:
             taken.is_released = taken.is_released or taken.block.version <= version
 
     def is_lost(self, fragment: int, version: int) -> bool:
-        """It was decided; but a topology that has not adopted it by now cannot."""
+        """Was it decided, with bytes that can no longer be had?"""
         if version > self.versions[fragment]:
             return False
         taken = self.find(fragment, version)
@@ -228,7 +228,7 @@ class DecidedRounds:
         return {says.digest for rounds in self._rounds for taken in rounds for _, _, says in taken.offers}
 
     def wanted(self) -> dict[str, tuple[Offered, str]]:
-        """Digest → what was offered, and whose it is; of rounds that are still to be adopted."""
+        """Digest → offer and author, of rounds that are still to be adopted."""
         return {
             says.digest: (says, key)
             for rounds in self._rounds
@@ -238,7 +238,7 @@ class DecidedRounds:
         }
 
     def lose(self, digest: str) -> None:
-        """Nobody has these bytes any more."""
+        """Note that nobody has these bytes any more."""
         for rounds in self._rounds:
             for taken in rounds:
                 if not taken.is_released and any(says.digest == digest for _, _, says in taken.offers):
@@ -249,10 +249,10 @@ class DecidedRounds:
 
 
 FETCHING_THREADS = 8
-BUSY_S = 0.1  # until a holder that others fetch from is looked at again
+BUSY_S = 0.1  # until a busy holder is tried again
 BACKOFF = Backoff(first_s=0.1, longest_s=5.0)
 LOOK_EVERY_S = 1.0
-SWEEPS_UNTIL_LOST = 3  # in which every peer that answers says that it has it not
+SWEEPS_UNTIL_LOST = 3  # sweeps in which every peer that answers does not have it
 
 
 @dataclass
@@ -294,7 +294,7 @@ class Fetcher:
 
     @property
     def _thread_count(self) -> int:
-        """Some are free, whatever so many attackers do."""
+        """So many that some stay free whatever the attackers do."""
         return max(FETCHING_THREADS, MOST_AT_ONE * (self._shared.peer.rules.attackers + 2))
 
     # --- what is wanted ---------------------------------------------------------------------------------------------
@@ -313,7 +313,7 @@ class Fetcher:
                 self._ready.put(None)
 
     def _look(self) -> None:
-        """With the lock held: begin with what is wanted, forget what is not any more."""
+        """With the lock held: start jobs for what is wanted, end those of what is not."""
         peer, now = self._shared.peer, self._shared.clock()
         missing = peer.missing()
         for digest in missing:
@@ -392,7 +392,7 @@ class Fetcher:
             return None
 
     def _fetch(self, job: _Job) -> HeldPayload | None:
-        """From one holder after the other."""
+        """Fetch from one holder after another."""
         answers = []
         for key in self._holders(job):
             transport = self._contacts.transport(key)
@@ -461,7 +461,7 @@ class Fetcher:
         return self._payloads.expect(says.digest, parts)
 
     def _fetch_parts(self, transport: HttpTransport, arrival: Arrival, job: _Job) -> bool:
-        """Those that are missing. False: one was not what it should be."""
+        """Fetch the missing parts. False: one had the wrong digest."""
 
         def progressed() -> None:
             with self._shared.lock:
@@ -487,7 +487,7 @@ def in_time(speeds: Speeds, key: str, size_bytes: int, fetch: Callable[[], str])
 def fetch_parts(
     transport: HttpTransport, shared: Shared, arrival: Arrival, digest: str, progressed: Callable[[], None]
 ) -> bool:
-    """Those that are missing, in order. False: one was not what it should be."""
+    """Fetch the missing parts, in order. False: one had the wrong digest."""
     peer = shared.peer
     while arrival.missing:
         part = arrival.missing[0]

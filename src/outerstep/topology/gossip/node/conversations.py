@@ -45,18 +45,18 @@ log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 30.0
 DISK_PATIENCE_S = 60.0
 FAILURES_OF_THE_GONE = 2
-MOST_TROUBLE = 300  # letters of what another peer answered
+MOST_TROUBLE = 300  # characters of what another peer answered
 STALLED_S = 120.0  # a worker reports several times a minute, or it has stopped to on purpose (stalled_after_s)
 
 
 @dataclass(eq=False)
 class _Conversation:
-    """What is known of the conversations with one member."""
+    """The state of the conversations with one member."""
 
     key: str
-    height: int = -1  # of the last block that it knows; -1 = it has not said yet
-    seen: int = -1  # the news that it was told of
-    heard: int = -1  # those that it has answered to
+    height: int = -1  # of the last block that it knows; -1 = unknown
+    seen: int = -1  # the number of the last news that it was told
+    heard: int = -1  # the last that it has answered
     failures: int = 0
     not_before: float = 0.0
     is_wanted: bool = True
@@ -69,7 +69,7 @@ class Conversations:
         self._beat_every_s = beat_every_s
         self._open: dict[str, _Conversation] = {}
         self._draw = random.Random()
-        self.stuck_at = -1  # a height at which nobody has the next block any more, as it seems
+        self.stuck_at = -1  # a height for which nobody seems to have the next block
         self.conversations = 0
 
     def start(self) -> None:
@@ -179,7 +179,7 @@ class Conversations:
         self._recorder.note()
 
     def _put_off(self, talk: _Conversation, error: OuterstepError) -> None:
-        """It did not answer, or not as it should."""
+        """Call it later: it did not answer, or not as it should."""
         with self._shared.lock:
             backoff = Backoff(self._beat_every_s, LONGEST_PAUSE_S)
             talk.not_before = self._shared.clock() + backoff.pause_s(talk.failures, self._draw)

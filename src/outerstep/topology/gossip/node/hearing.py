@@ -51,7 +51,7 @@ def _pieces(told: Converse) -> Iterator[Converse]:
 
 
 def blame(shared: Shared, key: str, why: str) -> None:
-    """With the lock held: what the member with this key answered, or offered, cannot be."""
+    """With the lock held: hold an impossible answer or offer against the member with this key."""
     shared.peer.refusals.note(shared.peer.name_of(key), why)
     report(shared)
 

@@ -75,7 +75,7 @@ LONGEST_SILENCE_S = 10.0  # of another peer in the middle of an answer
 
 
 class Node:
-    """Listens from the start; says something from `begin` on. `peer` may be used by others under `lock`."""
+    """Listens from the start, and speaks from `begin` on. Others may use `peer` under `lock`."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Node:
     # --- beginning --------------------------------------------------------------------------------------------------
 
     def ask_terms(self, patience_s: float) -> Terms | None:
-        """Of the run that is to be joined, or that lies in the folder. None: there is none yet, found one."""
+        """The terms of the run to join, or of the run in the folder. None: there is no run yet, so found one."""
         kept = self._kept_terms()
         if not self._listener.joins:
             return kept
@@ -175,8 +175,8 @@ class Node:
         return terms if kept is None else self._resumed(kept, terms)
 
     def _resumed(self, kept: Terms, told: Terms) -> Terms:
-        """Who has been in the run before believes its own folder: of the peer to join it hears only where the members
-        are. Where the run stands they say, as after any absence (housekeeping.py)."""
+        """The terms of a peer that was in the run before. It believes its own folder; of the peer to join it asks only
+        where the members are. They say where the run stands, as after any absence (housekeeping.py)."""
         before = {member.key for member in kept.state.members} - {self.key}
         if before and not before & {member.key for member in told.state.members}:
             raise ConfigError(
@@ -263,7 +263,7 @@ class Node:
         self._warn_of_lost(terms.state)
 
     def _check_invited(self, run_id: str, rules: GossipRules) -> str:
-        """This peer's invitation, if the run wants one. Without, it would wait for ever."""
+        """This peer's invitation, if the run wants one. Refused without: the peer would wait for ever."""
         kept = self._folder.facts if self._folder is not None else None
         invitation = self.settings.invitation or ("" if kept is None or kept.invitation is UNSET else kept.invitation)
         if not rules.inviter or rules.inviter == self.key:
@@ -279,7 +279,7 @@ class Node:
         return invitation
 
     def _take_up(self, terms: Terms, document: bytes, rules: GossipRules, invitation: str) -> Keepsake:
-        """What this peer must not forget; with a folder, what the folder holds."""
+        """What this peer must not forget, from the folder if there is one."""
         if self._folder is None:
             return Keepsake(run_id=terms.run_id, state=terms.state)
         facts = PeerRunFacts(
@@ -308,14 +308,14 @@ class Node:
 
     @property
     def protocol(self) -> int:
-        """The run's."""
+        """The run's protocol."""
         if self.shared.has_begun:
             return self.peer.rules.protocol
         facts = self._folder.facts if self._folder is not None else None
         return OLDEST_PROTOCOL if facts is None or facts.protocol is UNSET else facts.protocol
 
     def terms(self, protocol: int) -> Terms:
-        """For a peer that wants to join, and speaks this protocol with us."""
+        """The terms, for a peer that wants to join and speaks this protocol."""
         with self.lock:
             if protocol < self.protocol:
                 raise ProtocolMismatch(
@@ -339,7 +339,7 @@ class Node:
     # --- the topology's side ----------------------------------------------------------------------------------------
 
     def belong(self) -> None:
-        """This peer holds the anchors now: ask to be a member, and be waited for."""
+        """Ask to become a member, for whom rounds wait: this peer holds the anchors now."""
         self.shared.check()
         with self.lock:
             self.peer.belong(self.clock())
@@ -363,8 +363,8 @@ class Node:
         said: tuple[LeaseStatement, ...] = (),
         trained: tuple[Trained, ...] = (),
     ) -> Offered | None:
-        """Contribute to the round after `base_version`; the bytes are copied. None: that round is decided already. Who
-        has just come back may hold a newer anchor than its blocks lead to: it waits for those first."""
+        """Contribute to the round after `base_version`; the bytes are copied. None: that round is decided already. A
+        peer that has just come back may hold a newer anchor than its blocks lead to; it waits for those first."""
         self.shared.check()
         data = memoryview(data).cast("B")
         if len(data) != self._sizes[fragment]:
@@ -396,7 +396,7 @@ class Node:
             self.payloads.unpin(digest)
 
     def round_of(self, fragment: int, version: int) -> DecidedRound | None:
-        """Decided, and all its bytes are here; None: not, or not yet."""
+        """The decided round with all its bytes; None: it is not decided, or bytes are missing."""
         self.shared.check()
         with self.lock:
             taken = self.rounds.find(fragment, version)
@@ -413,7 +413,7 @@ class Node:
             return self.rounds.is_lost(fragment, version)
 
     def release(self, fragment: int, version: int) -> None:
-        """All up to this one are taken over. Others may still ask for their bytes until two more rounds are decided."""
+        """All rounds up to this one are adopted. Others may ask for their bytes until two more rounds are decided."""
         with self.lock:
             self.rounds.release(fragment, version)
 
@@ -426,7 +426,7 @@ class Node:
         return self.snapshots.fetch(fragment, patience_s, check)
 
     def blame(self, key: str, why: str) -> None:
-        """The member with this key has sent what cannot be used: it is counted, shown and logged."""
+        """Count, show and log that the member with this key has sent something unusable."""
         with self.lock:
             blame(self.shared, key, why)
 
@@ -440,8 +440,8 @@ class Node:
             return self.shared.changes
 
     def note_progress(self, step: int, steps_per_second: float, loss: float | None) -> None:
-        """For the others to see; it travels with the next beat. A training that has reported once must keep reporting:
-        else this peer falls silent (conversations.py)."""
+        """Note the training's progress, which travels with the next beat. Training that has reported once must keep
+        reporting, or this peer falls silent (conversations.py)."""
         with self.lock:
             self.shared.progress_at = self.clock()
             self.progress = (step, steps_per_second, loss)
@@ -453,7 +453,7 @@ class Node:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Of what happened with contributions on their way here."""
+        """Counters of fetched contributions."""
         return dict(self._fetcher.counts) if self.shared.has_begun else {}
 
     # --- ending -----------------------------------------------------------------------------------------------------
@@ -479,14 +479,14 @@ class Node:
         return all(beat is not None and self._knows_all(beat) for beat in beats)
 
     def _knows_all(self, beat: Beat) -> bool:
-        """(A peer that leaves needs nothing more; it may be gone already.)"""
+        """Does every other member know all that this peer knows? (One that leaves need not.)"""
         if beat.wants == "leave" or beat.height < self.peer.state.height:
             return beat.wants == "leave"
         held = [version for version, _ in beat.held]
         return beat.wants != "belong" or all(h >= v for h, v in zip(held, self.peer.state.versions, strict=False))
 
     def stop(self) -> None:
-        """At once, without a word: the others will notice. Safe to call twice."""
+        """Stop at once, without a goodbye: the others will notice. Safe to call twice."""
         with self.lock:
             is_first, self._is_stopped = not self._is_stopped, True
         if not is_first:
@@ -526,7 +526,7 @@ class Node:
             self._after_members()
 
     def _note_losses(self, workers: Sequence[str]) -> None:
-        """As far as they have reported one; by id, as a beat says it."""
+        """Note the members' losses, as far as their beats report one."""
         known = {self.peer_id: self.progress[2]}
         for member in self.peer.state.members:
             if (beat := self.peer.contacts.get(member.key)) is not None and member.key != self.key:
@@ -542,7 +542,7 @@ class Node:
         self._after_members()
 
     def _after_members(self) -> None:
-        """With the lock held: others belong to the run now."""
+        """With the lock held: follow a change of members."""
         before, self._members = self._members, self.peer.state.members
         if before != self._members:
             log.info("members: %s", ", ".join(member.peer_id for member in self._members))

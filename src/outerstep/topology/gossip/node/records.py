@@ -143,7 +143,7 @@ class Recorder:
                 shared.changed()
 
     def _wait_for_disk(self, error: OSError) -> None:
-        """The peer falls silent, and resumes when it can write again."""
+        """Fall silent until the disk can be written again."""
         assert self._folder is not None
         shared, why = self._shared, f"cannot write to {self._folder.place}: {error.strerror or error}"
         with shared.lock:
@@ -173,8 +173,8 @@ class PeerRunFacts(Plain, frozen=True):
 
 
 class PeerFolder:
-    """Ours from here to `close`: a second peer is refused. `is_whole`: what binds the peer must be readable (else it is
-    only `kept`, as it lies there)."""
+    """A peer's folder, locked until `close`. `is_whole`: what binds the peer must be readable; else it is only `kept`
+    as it is."""
 
     def __init__(self, place: str | os.PathLike[str], *, is_whole: bool = True) -> None:
         self.place = Path(place)
@@ -212,8 +212,8 @@ class PeerFolder:
         return (self.place / "document").read_bytes()
 
     def take_up(self, facts: PeerRunFacts, document: bytes, state: ChainState, beats: tuple[Signed, ...]) -> Keepsake:
-        """This run lies here from now on. What this peer has said in it before binds it still; where the run is, the
-        folder knows, or `state`, whichever is newer."""
+        """Use the folder for this run from now on. What the peer has said before still binds it. Where the run stands
+        is read from the folder or from `state`, whichever is newer."""
         kept = self.keepsake
         if kept is not None and kept.run_id != facts.run_id:
             raise ConfigError(
@@ -233,7 +233,7 @@ class PeerFolder:
         return kept
 
     def keep(self, keepsake: Keepsake) -> None:
-        """On the disk when this returns; OSError if it cannot be."""
+        """Write it to the disk before this returns, or raise OSError."""
         replace_synced(self.place / "keepsake", msgspec.msgpack.encode(keepsake))
         self.keepsake = keepsake
 
@@ -267,7 +267,7 @@ class PeerFolder:
             return None
 
     def _read_beats(self) -> tuple[Signed, ...]:
-        """Where the members were. Each of them says it again: a spoiled file is no reason not to begin."""
+        """Where the members were. A spoiled file is no reason not to begin: each member says it again."""
         file, data = self.place / "beats", self._find("beats")
         try:
             return () if data is None else decode_kept(file, data, tuple[Signed, ...])
@@ -284,10 +284,10 @@ def decode_kept(file: Path, data: bytes, kind: type[T]) -> T:
 
 
 def remembered_id(place: str | os.PathLike[str]) -> str | None:
-    """Under which id a peer has used this folder; None: nobody has."""
+    """The id of the peer that has used this folder; None: none has."""
     try:
         return msgspec.json.decode(read_secret(Path(place) / "run.json"), type=PeerRunFacts).peer_id
-    except (OSError, msgspec.MsgspecError, UnicodeError):  # who opens it says what is wrong with it
+    except (OSError, msgspec.MsgspecError, UnicodeError):  # `PeerFolder` says what is wrong with it
         return None
 
 

@@ -21,8 +21,8 @@ class NodeSettings:
     identity and what it must not forget are kept; None = in memory only, and a restart makes it somebody else.
     `credentials`: the user's folder with certificate and tokens. `insecure`: plain HTTP without tokens. `page`: show
     the run to browsers.
-    `invitation`: what the founder of a run that wants one said of this peer (`outerstep invite`).
-    `memory_bytes`: of contributions; what does not fit lies in a spool file."""
+    `invitation`: the founder's signature, if the run wants invitations (`outerstep invite`).
+    `memory_bytes`: for contributions; what does not fit goes to a spool file."""
 
     peer_id: str
     listen: str = "0.0.0.0:0"
@@ -58,7 +58,7 @@ class NodeSettings:
 
 
 class Callbacks(Protocol):
-    """What the topology does for the node. They are called in threads of the node's, one call of each at a time."""
+    """What the topology does for the node. The node calls them from its threads, each of them one call at a time."""
 
     def check(self, fragment: int, data: memoryview) -> str:
         """ "" = this contribution can be used; else why not."""
@@ -68,7 +68,7 @@ class Callbacks(Protocol):
         does not change any more; None = it is not held. All peers must write the same state as the same bytes."""
 
     def most_snapshot_bytes(self, fragment: int) -> int:
-        """No snapshot of the fragment has more."""
+        """The size limit of a snapshot of the fragment."""
 
 
 @dataclass(frozen=True)

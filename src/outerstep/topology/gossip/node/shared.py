@@ -16,7 +16,7 @@ from .watchdog import Watchdog
 
 
 class Shared:
-    """`lock` guards everything in here, the peer above all."""
+    """The state that the threads share. `lock` guards all of it, the peer above all."""
 
     def __init__(self, clock: Callable[[], float], events: EventSink = lambda event: None) -> None:
         self.lock = threading.Condition()
@@ -32,7 +32,7 @@ class Shared:
 
     @property
     def peer(self) -> GossipPeer:
-        """From `begin` on."""
+        """The state machine; from `begin` on."""
         if self._peer is None:
             raise ExchangeFailed("this node has not begun yet: call begin() first")
         return self._peer
@@ -45,18 +45,18 @@ class Shared:
         self._peer = peer
 
     def changed(self) -> None:
-        """With the lock held: something is different now."""
+        """With the lock held: wake the threads, because something has changed."""
         self.changes += 1
         self.lock.notify_all()
 
     def wait(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
-        """With the lock held: until it is so, or the node stops."""
+        """With the lock held: wait until it is so, or the node stops."""
         return self.lock.wait_for(lambda: self.is_stopping or is_so(), timeout_s) and not self.is_stopping
 
     # --- threads ----------------------------------------------------------------------------------------------------
 
     def start(self, name: str, job: Callable[[], None]) -> None:
-        """A thread that stops the node if it ends with an exception (watchdog.py)."""
+        """Start a thread. If it ends with an exception, the node stops (watchdog.py)."""
         if not self.is_stopping:
             self.watchdog.start(name, job)
 
@@ -71,7 +71,7 @@ class Shared:
             raise ExchangeFailed(f"this node has stopped: {self.failure or 'it was asked to'}")
 
     def stop(self, patience_s: float) -> list[str]:
-        """Every thread ends; returns the names of those that have not."""
+        """End all threads. Returns the names of those that have not ended in time."""
         with self.lock:
             self.is_stopping = True
             self.changed()

@@ -30,7 +30,7 @@ from .speeds import SLOWEST
 log = logging.getLogger(__name__)
 
 KEPT_S = 60.0  # after somebody last asked for a part of it
-KEPT_VERSIONS = 2  # of one fragment
+KEPT_VERSIONS = 2  # per fragment
 ASK_TIMEOUT_S = 60.0  # the other end may have to copy and hash a whole model
 PAUSE_S = 0.25
 
@@ -58,7 +58,7 @@ class SnapshotExchange:
     # --- for others -------------------------------------------------------------------------------------------------
 
     def offer(self, fragment: int) -> OfferedSnapshot:
-        """The newest that the topology holds."""
+        """Offer the newest snapshot that the topology holds."""
         with self._making:
             newest = self._callbacks.snapshot(fragment)
             if newest is None:
@@ -97,7 +97,7 @@ class SnapshotExchange:
     def fetch(self, fragment: int, patience_s: float, check: CheckSnapshot) -> tuple[int, memoryview]:
         give_up_at = time.monotonic() + patience_s
         why = "nobody was asked yet"
-        doubted: set[str] = set()  # keys of those whose word led nowhere: the others are asked first
+        doubted: set[str] = set()  # keys of members that named something wrong: they are asked last
         while time.monotonic() < give_up_at and not self._shared.is_stopping:
             version, digest, named_by, why = self._survey(fragment, doubted)
             if named_by:
@@ -115,7 +115,7 @@ class SnapshotExchange:
         raise ServerUnreachable(f"fragment {fragment} could not be fetched from any peer in {patience_s:g} s: {why}")
 
     def fetch_from(self, key: str, fragment: int, least_version: int) -> tuple[int, memoryview] | None:
-        """What this very member holds, if its version is not below that; None: it does not, or not now."""
+        """Fetch this member's snapshot, if its version is at least that; None: it has none, or not now."""
         with self._shared.lock:
             peer = self._shared.peer
             request = AskSnapshot(sender=peer.member.peer_id, run_id=peer.run_id, fragment=fragment)

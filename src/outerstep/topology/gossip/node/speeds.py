@@ -1,9 +1,8 @@
 """How fast other peers were: whom to ask first, how long to wait, and how many threads one of them may keep.
 
-A peer that drips what it was asked for is no slower than a bad link, as far as one can tell. So nobody is waited for
-without end: each is given the time that its bytes take at the speed that it has shown, and a minute; who does not make
-it is asked after the others, and then for twice as long. A slow but honest peer is found out once, and waited for as
-long as it needs from then on.
+A peer that drips its answers looks like one on a bad link. So no peer is waited for without end. Each gets the time
+that its bytes take at the speed it has shown, and a minute more. A peer that takes longer is asked after the others,
+and then gets twice the time. So a slow but honest peer fails once, and from then on gets the time it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 
 GRACE_S = 60.0
 FASTEST, SLOWEST = 64 << 10, 256  # bytes a second that are expected of anybody at first, and at last
-MOST_AT_ONE = 2  # threads that fetch from one peer at a time
+MOST_AT_ONE = 2  # threads that may fetch from one peer at a time
 
 
 class Speeds:
@@ -25,7 +24,7 @@ class Speeds:
         self._busy: Counter[str] = Counter()
 
     def expected(self, key: str) -> float:
-        """Bytes a second."""
+        """The speed that is expected of it, in bytes per second."""
         return self._expected.get(key, FASTEST)
 
     def limit_s(self, key: str, size_bytes: int) -> float:
@@ -44,7 +43,7 @@ class Speeds:
 
     @contextmanager
     def place_at(self, key: str) -> Iterator[bool]:
-        """False: as many threads as may are there already."""
+        """Take a place among the threads that fetch from it. False: all are taken."""
         with self._lock:
             is_free = self._busy[key] < MOST_AT_ONE
             self._busy[key] += is_free

@@ -26,12 +26,12 @@ REMEDIES: dict[StopCause, str] = {
 
 
 def cause_of(error: BaseException) -> StopCause:
-    """Did this machine refuse something, or is the program wrong?"""
+    """The cause in words: did this machine refuse something, or is it a bug?"""
     return "machine" if isinstance(error, OSError | MemoryError) else "bug"
 
 
 class Watchdog:
-    """`on_end` is called once, when a thread has ended with an error; with why."""
+    """Watches threads. `on_end` is called once, with the reason, when a thread has ended with an error."""
 
     def __init__(self, events: EventSink, on_end: Callable[[str], None]) -> None:
         self._events, self._on_end = events, on_end
@@ -56,7 +56,7 @@ class Watchdog:
             thread.start()
 
     def bark(self, where: str, error: BaseException) -> None:
-        """The node ends here. Says why, once."""
+        """End the node, and say why, once."""
         with self._lock:
             is_first, self._is_stopping = not self._is_stopping, True
         if not is_first:
@@ -68,7 +68,7 @@ class Watchdog:
         self._on_end(why)
 
     def call_off(self, patience_s: float) -> list[str]:
-        """Nobody is watched any more: every thread ends. Returns the names of those that have not."""
+        """Stop watching: all threads are to end. Returns the names of those that have not ended in time."""
         with self._lock:
             self._is_stopping = True
             threads = list(self._threads)

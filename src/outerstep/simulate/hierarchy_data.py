@@ -1,0 +1,113 @@
+"""Clusters of clusters that train leased data: the top leases to clusters, their servers lease on to workers.
+
+Both ends of both levels are those that ship: coordination/leases.py and coordination/sub_leases.py in the servers,
+coordination/layers/sub_leasing.py in the leaders, coordination/worker/units.py in the workers. Each step of a worker
+trains one unit. Steps have names in every model, so what is in the model of the top, and how often, can be read off for
+the data, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from ..coordination.leases import LeaseTable
+from ..coordination.sub_leases import SubLeaseTable
+from ..events import Event, UnitsDone
+from ..ranges import Ranges
+from ..types import Dataset
+from .data import SimDataWorker
+from .hierarchy import HierarchyHistory, HierarchyWorld, Layer
+from .hierarchy_scenario import HierarchyScenario
+from .layer_server import LayerServer
+
+
+class LeasingWorld(HierarchyWorld):
+    """`dataset`: what all workers train."""
+
+    def __init__(self, scenario: HierarchyScenario, seed: int, dataset: Dataset, **options: Any) -> None:
+        self.dataset = dataset
+        worker_type = type("Worker", (options.pop("worker_type", SimDataWorker),), {"dataset": dataset})
+        super().__init__(scenario, seed, worker_type=worker_type, **options)
+        assert isinstance(self.top.place, LayerServer)
+        self.top.place.watch = self._heard_at_the_top
+
+    def table(self, layer: Layer) -> LeaseTable | None:
+        assert isinstance(layer.place, LayerServer)
+        return layer.place.coordinator.leases.tables.get(self.dataset.name)
+
+    def run(self) -> HierarchyHistory:
+        history = super().run()
+        if not history.violations:
+            self.check_data()
+        return history
+
+    def _heard_at_the_top(self, event: Event) -> None:
+        """What is said to be done is in the model by then."""
+        if isinstance(event, UnitsDone):
+            whole = self._in_the_top()
+            missing = [place for place in Ranges(event.places).numbers() if not whole.get(place)]
+            if missing:
+                self.history.violated(f"place {missing[0]} is said to be done, and is not in the top's model yet")
+
+    # --- what must be true at the end -----------------------------------------------------------------------------
+
+    def check_data(self) -> None:
+        """Every place that the top ever leased is somewhere, once. What is done is in its model; what is in that more
+        than once was counted, there or in a cluster."""
+        table, counted = self.table(self.top), 0
+        for layer in self.layers:
+            below = self.table(layer)
+            if isinstance(below, SubLeaseTable):
+                self._check_places(layer, below, below.granted - below.given_up)
+                counted += below.repeated
+            elif below is not None:
+                self.history.violated(f"{layer.name} leases places that nobody has granted to it")
+        if table is None:
+            return
+        self._check_places(self.top, table, Ranges([(0, table.next)]))
+        counted += table.repeated
+        whole = self._in_the_top()
+        for place in (table.done - table.spent).numbers():
+            if not whole.get(place):
+                self.history.violated(f"place {place} is said to be done, and is not in the top's model")
+        again = sum(count - 1 for count in whole.values() if count > 1)
+        if again > counted:
+            twice = sorted(place for place, count in whole.items() if count > 1)
+            self.history.violated(f"places {twice} are in the top's model once more, and {counted} are said to be")
+        if again and not table.dataset.again:
+            self.history.violated(f"{again} places were trained twice, and the run leases nothing again")
+        faults = self.history.faults
+        faults["model_has_free"] += sum(1 for place, count in whole.items() if count and place in table.free)
+        faults["units_done"] += (table.done - table.spent).total
+        faults["units_repeated"] += counted
+        faults["units_again"] += again
+        faults["units_lost"] += table.lost.total
+        faults["units_spent"] += table.spent.total
+        faults["units_free"] += table.free.total
+
+    def _check_places(self, layer: Layer, table: LeaseTable, all_of_it: Ranges) -> None:
+        assert isinstance(layer.place, LayerServer)
+        live = layer.place.coordinator.members.live_ids
+        names = ("free", "lost", "unclaimed", *(("fresh",) if isinstance(table, SubLeaseTable) else ("done",)))
+        places = {name: getattr(table, name) for name in names}
+        for name, theirs in table.held.items():
+            places[f"held by {name}"] = theirs
+            if name not in live:
+                self.history.violated(f"{layer.name}: {theirs.total} units stay with somebody who has left: {name}")
+        union = Ranges()
+        for name, some in places.items():
+            if union & some:
+                self.history.violated(f"{layer.name}: places {union & some} are {name}, and something else")
+            union |= some
+        if union != all_of_it:
+            self.history.violated(f"{layer.name}: places {all_of_it - union} are nowhere, {union - all_of_it} too many")
+
+    def _in_the_top(self) -> dict[int, int]:
+        """How often each place is in all of its model."""
+        trained = {step: place for layer in self.clusters for step, place in layer.history.trained.items()}
+        found = [Counter[int]() for _ in range(self.scenario.fragments)]
+        for step, place in trained.items():
+            for fragment, counts in enumerate(found):
+                counts[place] += (fragment, step) in self.top.history.applied
+        return {place: min(counts[place] for counts in found) for place in found[0]}
