@@ -102,6 +102,16 @@ class UnitsReturned(Event):
 
 
 @dataclass(frozen=True)
+class UnitsUnseen(Event):
+    """A peer was not there when these units were decided to be done: before it came, or while it was away. The event
+    logs of others say by whom. `places`: ranges."""
+
+    kind = "data_unseen"
+    dataset: str
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class DataForgotten(Event):
     """An operator let the run forget what a dataset is. `owner`: who was the first to ask for it; `done`: units."""
 

@@ -58,7 +58,14 @@ loader = LeasedLoader(list(range(samples)), data, batch_size=2)  # type: ignore[
 outer = {"codec": "fp32", "outer_lr": 1.0, "outer_momentum": 0.0, "sync_every": 4}
 own_id = {} if topology == "allreduce" else {"worker_id": name}  # a rank has its number
 worker = DiLoCoWorker(
-    model, optimizer, topology, **own_id, data=data, exit_patience_s=10.0, **{**outer, **settings[topology]}
+    model,
+    optimizer,
+    topology,
+    **own_id,
+    data=data,
+    event_log=str(folder / f"{name}.events"),
+    exit_patience_s=10.0,
+    **{**outer, **settings[topology]},
 )
 if saved is not None:
     worker.load_state_dict(saved["worker"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import time
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from nursery import Child, start
+from outerstep.cli.data import write_export
+from outerstep.observe.status import DataStatus
 from ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -94,6 +97,14 @@ def test_of_three_peers_one_is_killed_and_the_others_train_what_it_held(tmp_path
     twice = {sample for sample, count in times.items() if count > 1}
     dead = set(trained(tmp_path, "c"))
     assert set(times) == set(range(480))
+    logs = [tmp_path / f"{name}.events" for name in "ab"]
+    rows, nameless = write_export(tmp_path / "samples.csv", logs, [DataStatus(**newest["ledger"])])
+    listed = list(csv.DictReader((tmp_path / "samples.csv").read_text().splitlines()))
+    assert nameless == 0, "what b was not there for, a knows"
+    assert {int(row["sample"]) for row in listed} == set(range(480))
+    assert {row["worker"] for row in listed} == set("abc")
+    by_one = write_export(tmp_path / "of-a.csv", logs[:1], [DataStatus(**newest["ledger"])])
+    assert by_one == (rows, 0), "the founder was there all the time"
     assert len(twice - dead) <= 4 * newest["ledger"]["repeated"], (
         "what is trained twice was the dead one's, or is counted"
     )

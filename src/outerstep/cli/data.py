@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -16,10 +17,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import ConfigError
+from ..events import UnitsDone, UnitsUnseen
 from ..observe.quantities import counted, duration
 from ..observe.status import DataStatus, ServerStatus, read_status
 from ..printable import printable
-from ..ranges import Ranges
+from ..ranges import NONE, Ranges
 from ..types import Dataset
 from ..wire.http_transport import HttpTransport
 from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
@@ -39,22 +41,31 @@ def data(
         ),
     ] = None,
     events: Annotated[
-        str | None,
-        typer.Option("--events", metavar="LOG", help="The file that the server's --event-log wrote."),
+        list[str] | None,
+        typer.Option(
+            "--events",
+            metavar="LOG",
+            help="The file that --event-log wrote: the server's; or a peer's, and those of others that fill its gaps.",
+        ),
     ] = None,
     credentials: CredentialsFolder = None,
 ) -> None:
     """Show the data that a run leases to its workers: what is done, leased, given back and lost."""
-    if (export is None) != (events is None):
+    if (export is None) != (not events):
         raise ConfigError("--export and --events belong together: --events is the file that --event-log wrote")
     transport = HttpTransport(server_address(server), timeout_s=10.0, credentials=credentials_folder(credentials))
     status = read_status(transport.status())
     found = status.data
     if as_json:
         typer.echo(json.dumps(to_builtins(found), indent=2))
-    elif export is not None and events is not None:
-        rows = write_export(Path(export), Path(events), found)
+    elif export is not None and events:
+        rows, nameless = write_export(Path(export), [Path(log) for log in events], found)
         typer.echo(f"{rows} samples in {export}")
+        if nameless:
+            typer.echo(
+                f"of {nameless} of them these logs do not say by whom: the peers that wrote them were not there; "
+                "give the logs of others, too (--events LOG --events LOG)"
+            )
     else:
         clusters = status.clusters if isinstance(status, ServerStatus) else {}
         Console().print(render(found, {name: one.size for name, one in clusters.items() if one.members}))
@@ -89,8 +100,8 @@ def render(found: Sequence[DataStatus], clusters: Mapping[str, int] = MappingPro
     return Group(*parts)
 
 
-def write_export(target: Path, log: Path, found: Sequence[DataStatus]) -> int:
-    """How many rows."""
+def write_export(target: Path, logs: Sequence[Path], found: Sequence[DataStatus]) -> tuple[int, int]:
+    """How many rows; and how many of them without a worker."""
     specs = {
         one.name: Dataset(
             name=one.name,
@@ -102,19 +113,41 @@ def write_export(target: Path, log: Path, found: Sequence[DataStatus]) -> int:
         )
         for one in found
     }
-    rows = 0
+    rows = nameless = 0
     with target.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
-        for row in _rows(log, specs):
+        for row in _rows(logs, specs):
             writer.writerow(row)
-            rows += 1
-    return rows
+            rows, nameless = rows + 1, nameless + (not row[-2])
+    return rows, nameless
 
 
-def _rows(log: Path, specs: dict[str, Dataset]) -> Iterator[tuple[Any, ...]]:
+def _rows(logs: Sequence[Path], specs: dict[str, Dataset]) -> Iterator[tuple[Any, ...]]:
+    """Each sample once by the same worker in the same version, however many logs say so."""
     from ..data.order import epoch_of, samples_of  # numpy: only where it is needed
 
+    told: dict[tuple[str, str, int], Ranges] = {}
+    named: dict[str, Ranges] = {}
+    unseen: dict[str, Ranges] = {}
+    for name, worker, version, places in chain.from_iterable(_events(log, specs) for log in logs):
+        if not worker:
+            unseen[name] = unseen.get(name, NONE) | places
+            continue
+        known = told.get((name, worker, version), NONE)
+        told[name, worker, version] = known | places
+        named[name] = named.get(name, NONE) | places
+        for place in (places - known).numbers():
+            for sample in samples_of(specs[name], place):
+                yield name, epoch_of(specs[name], place), sample, worker, version
+    for name, places in unseen.items():
+        for place in (places - named.get(name, NONE)).numbers():
+            for sample in samples_of(specs[name], place):
+                yield name, epoch_of(specs[name], place), sample, "", ""
+
+
+def _events(log: Path, specs: Mapping[str, Dataset]) -> Iterator[tuple[str, str, int, Ranges]]:
+    """Dataset, worker, version, places. Without a worker: this log does not know."""
     try:
         lines = log.read_text().splitlines()
     except OSError as error:
@@ -122,17 +155,16 @@ def _rows(log: Path, specs: dict[str, Dataset]) -> Iterator[tuple[Any, ...]]:
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
-            if event.get("event") != "data":
+            if event.get("event") not in (UnitsDone.kind, UnitsUnseen.kind):
                 continue
-            dataset, places = specs.get(event["dataset"]), Ranges(event["places"])
-            worker, version = str(event["worker"]), int(event["version"])
+            name, places = str(event["dataset"]), Ranges(event["places"])
+            is_named = event["event"] == UnitsDone.kind
+            worker, version = (str(event["worker"]), int(event["version"])) if is_named else ("", 0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"line {number} of {log} is no event of a server: {error}") from error
-        if dataset is None:
-            raise ConfigError(f"line {number} of {log} is about {event['dataset']!r}, which this run does not lease")
-        for place in places.numbers():
-            for sample in samples_of(dataset, place):
-                yield dataset.name, epoch_of(dataset, place), sample, worker, version
+            raise ConfigError(f"line {number} of {log} is no event: {error}") from error
+        if name not in specs:
+            raise ConfigError(f"line {number} of {log} is about {name!r}, which this run does not lease")
+        yield name, worker, version, places
 
 
 def _escaped(text: str) -> str:

@@ -264,6 +264,8 @@ class WorkerConfig(Checked):
         "place, or keep them and send the difference as learned.")
     log_json: bool = setting(False, OBSERVING,
         "Write outerstep's log as JSON, one object per line, instead of text for people.")
+    event_log: str | None = setting(None, OBSERVING,
+        "File to append events to, as JSON lines: without a server it says who has trained which data.", "none")
     total_steps: Positive | None = setting(None, OBSERVING,
         "Optimizer steps that the script will take in all: the log then shows progress and time left.",
         "not said")

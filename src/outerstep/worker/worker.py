@@ -33,7 +33,7 @@ from ..data.leased import Leased, LeasedData
 from ..defaults import METRICS_FOLDER
 from ..errors import ConfigError, ModelError, OuterstepError, WorkerError
 from ..events import EventSink, RoundReport, WorkerLeft, WorkerStarted
-from ..observe import FanOut
+from ..observe import EventLog, FanOut
 from ..observe.loggers import Loggers, check_installed
 from ..observe.quantities import counted, duration, size
 from ..observe.sinks import METRICS_FILE, MetricsFile
@@ -128,6 +128,7 @@ class DiLoCoWorker:
         self._story = Story(self.config.total_steps)
         check_installed(self.config.log_to)
         self._loggers: Loggers | None = None
+        self._event_log: EventLog | None = None
         self._advice, self._on_advice = Advice(self.worker_id), list[AdviceObserver]()
         if on_round is not None:
             self.on_round(on_round)
@@ -259,6 +260,9 @@ class DiLoCoWorker:
             place = Path(peer_dir)
         if config.metrics_dir is not None or peer_dir is not None:
             self._events.add(MetricsFile(place / METRICS_FILE))
+        if config.event_log is not None:
+            self._event_log = EventLog(config.event_log)
+            self._events.add(self._event_log)
         if config.log_to is not None:
             self._loggers = Loggers(config.log_to, place, config.place, self.worker_id)
             for sink in self._loggers.sinks:
@@ -303,6 +307,8 @@ class DiLoCoWorker:
         self._events(WorkerLeft(self.worker_id, reason))
         if self._loggers is not None:
             self._loggers.close()
+        if self._event_log is not None:
+            self._event_log.close()
 
     def _unhook(self) -> None:
         """Not from within the hook: torch is walking over its hooks then. There it stays, and does nothing more; and

@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ...events import Event, UnitsUnseen
+from ...ranges import NONE
 from ...statements import (
     Block,
     ChainState,
@@ -92,6 +94,11 @@ def withdrawn_in(block: Change) -> tuple[Withdrawal, ...]:
 
 def after(block: Block, state: ChainState, attackers: int = 0) -> ChainState:
     """The run after one more decided block. `attackers`: as in its rules."""
+    return carry_out(block, state, attackers)[0]
+
+
+def carry_out(block: Block, state: ChainState, attackers: int) -> tuple[ChainState, tuple[Event, ...]]:
+    """The same; and what became of leased data."""
     members, versions, expelled, borne = state.members, state.versions, state.expelled, state.names
     if isinstance(block, Round):
         versions = tuple(block.version if f == block.fragment else v for f, v in enumerate(versions))
@@ -101,7 +108,8 @@ def after(block: Block, state: ChainState, attackers: int = 0) -> ChainState:
         fresh |= {Member(peer_id=one.peer_id, key=one.key) for one in withdrawn_in(block)}
         expelled = in_order({*fresh, *in_order({*expelled} - fresh)[-max(MOST_EXPELLED - len(fresh), 1) :]})
         members, borne = block.members, names.after(block, borne)
-    return msgspec.structs.replace(
+    data, told = _data_after(block, state, members, attackers)
+    made = msgspec.structs.replace(
         state,
         height=block.height,
         tip=digest_of_block(block),
@@ -109,21 +117,24 @@ def after(block: Block, state: ChainState, attackers: int = 0) -> ChainState:
         versions=versions,
         expelled=expelled,
         names=borne,
-        data=_data_after(block, state, members, attackers),
+        data=data,
     )
+    return made, told
 
 
-def _data_after(block: Block, state: ChainState, members: Sequence[Member], attackers: int) -> bytes | UnsetType:
+def _data_after(
+    block: Block, state: ChainState, members: Sequence[Member], attackers: int
+) -> tuple[bytes | UnsetType, tuple[Event, ...]]:
     """The lease table: a round's offers say who has trained what, a change who is there."""
     if state.data is UNSET:
-        return UNSET
+        return UNSET, ()
     leases, here = SharedLeases.decode(state.data), {member.peer_id: member.key for member in members}
     if isinstance(block, Change):
-        leases.decide(here, {}, {})
-        return leases.encode()
+        told = leases.decide(here, {}, {})
+        return leases.encode(), tuple(told)
     names = {member.key: member.peer_id for member in state.members}
     offers = {names[signed.author]: says for signed, says in signed_in(block) if signed.author in names}
-    leases.decide(
+    told = leases.decide(
         here,
         {name: () if says.data is UNSET else says.data for name, says in offers.items()},
         {name: () if says.trained is UNSET or not says.steps else says.trained for name, says in offers.items()},
@@ -131,7 +142,19 @@ def _data_after(block: Block, state: ChainState, members: Sequence[Member], atta
         len(state.versions),
         may_lie=attackers_among(len(members), attackers) > 0,
     )
-    return leases.encode()
+    return leases.encode(), tuple(told)
+
+
+def unseen(before: ChainState | None, now: ChainState) -> list[Event]:
+    """What was decided to be done of leased data while somebody was not there. None: it is new in the run."""
+    if now.data is UNSET:
+        return []
+    tables = SharedLeases.decode(before.data).tables if before is not None and before.data is not UNSET else {}
+    found: list[Event] = []
+    for name, table in SharedLeases.decode(now.data).tables.items():
+        places = table.done - table.spent - (tables[name].done if name in tables else NONE)
+        found += [UnitsUnseen(name, tuple(places))] if places else []
+    return found
 
 
 def leased_data(state: ChainState) -> list[dict[str, Any]]:

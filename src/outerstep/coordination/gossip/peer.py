@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from msgspec import UNSET
 
+from ...events import Event
 from ...statements import (
     MOST_DECISIONS,
     MOST_PEERS,
@@ -108,7 +109,9 @@ class GossipPeer:
         self._sequences = list(keepsake.sequences or (0,) * len(self.state.versions))
         self._offered: dict[int, int] = {}  # the version that this process last contributed to, by fragment
         self._decisions: deque[tuple[Decision, int]] = deque(maxlen=REMEMBERED_DECISIONS)  # and its bytes
-        self._taken: deque[Decision] = deque()
+        self._taken: deque[tuple[Decision, tuple[Event, ...]]] = deque()
+        self.told: tuple[Event, ...] = ()  # of leased data: what came of the block that was taken last
+        self.unseen: list[Event] = []  # and what others decided where this peer leapt
         self._others = Acquaintances(self.state.members, now, rules.heartbeat_timeout_s)
         self._rounds: list[Round] = []
         self._convicted_at: dict[str, int] = {}  # key -> height, for how long a proof is passed on
@@ -288,7 +291,8 @@ class GossipPeer:
 
     def take(self) -> Decision | None:
         """The next decided block that was not taken yet."""
-        return self._taken.popleft() if self._taken else None
+        decision, self.told = self._taken.popleft() if self._taken else (None, ())
+        return decision
 
     # --- what it says -----------------------------------------------------------------------------------------------
 
@@ -506,9 +510,9 @@ class GossipPeer:
             if wrong or not chain.is_decided(decision, self.state, self.book, self.rules.attackers):
                 self.refusals.note(teller, f"passed on a decision that was not made: it {wrong or 'has no quorum'}")
                 return
-        self.state = chain.after(decision.block, self.state, self.rules.attackers)
+        self.state, told = chain.carry_out(decision.block, self.state, self.rules.attackers)
         self._remember(decision)
-        self._taken.append(decision)
+        self._taken.append((decision, told))
         self._others.changed(self.state.members, now)
         self.book.attend_to(self._keys)
         if isinstance(decision.block, Round):
@@ -542,6 +546,9 @@ class GossipPeer:
         wrong = wrong_with_state(state, len(self.state.versions), leased_datasets(self.state))
         if state.height <= self.state.height or wrong:
             return False
+        for _, told in self._taken:  # decided here, and not acted on before
+            self.unseen += told
+        self.unseen += chain.unseen(self.state, state)
         self.state = state
         self._decisions.clear()
         self._taken.clear()

@@ -34,7 +34,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ....coordination.gossip import GossipPeer, GossipRules, Keepsake
-from ....coordination.gossip.chain import found
+from ....coordination.gossip.chain import found, unseen
 from ....coordination.gossip.names import is_anothers, vouched
 from ....dashboard import Dashboard, link_to
 from ....defaults import RECENT_LOSSES
@@ -249,6 +249,8 @@ class Node:
         )
         with self.lock:
             self._furnish(peer, callbacks)
+            for event in unseen(None, keepsake.state) if keepsake.incarnation <= 1 else ():
+                self.events(event)
             greeting = Converse(run_id=terms.run_id, sender=self.peer_id, height=0, statements=terms.beats)
             hear(self.shared, greeting)
             self._after_members()
@@ -511,6 +513,8 @@ class Node:
 
     def _on_decided(self, decision: Decision) -> None:
         self.rounds.add(decision)
+        for event in self.peer.told:
+            self.events(event)
         if isinstance(decision.block, Round):
             fragment, version = decision.block.fragment, decision.block.version
             taken = self.rounds.find(fragment, version)
@@ -532,6 +536,9 @@ class Node:
 
     def _on_leap(self, state: ChainState) -> None:
         self.rounds.leap(state)
+        for event in self.peer.unseen:
+            self.events(event)
+        self.peer.unseen = []
         self._after_members()
 
     def _after_members(self) -> None:
