@@ -20,14 +20,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from .digest import data_hash
 from .errors import BadRequest
 from .types import MOST_BOXES, MOST_CUT_DIMENSIONS, MOST_HELD, Box, ParameterSpec, Tiling
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Shape = tuple[int, ...]
 
@@ -228,6 +231,8 @@ class Pattern:
 
     def seats(self, most: int | None) -> tuple[NDArray[np.uint16], NDArray[np.uint32]]:
         """Sections that hold a box, at most so many of each, and which box that is."""
+        import numpy as np
+
         seats = [(section, i) for i, box in enumerate(self.boxes) for section in box.holders[:most]]
         return np.array([s for s, _ in seats], np.uint16), np.array([i for _, i in seats], np.uint32)
 
@@ -237,6 +242,8 @@ class SectionBoxes:
     sections times tensors: so each is a pair of small numbers, and what is shown of it is made when it is asked for."""
 
     def __init__(self, sections: int, tensors: Sequence[tuple[str, Pattern]], most: int | None) -> None:
+        import numpy as np  # here, because commands that meet no tiling need not wait for it
+
         self._tensors = tensors
         seats = {pattern: pattern.seats(most) for _, pattern in tensors}
         none = np.zeros(0, np.uint16), np.zeros(0, np.uint32)

@@ -23,18 +23,16 @@ from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from functools import cached_property
 from heapq import nsmallest
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from msgspec.structs import replace
 
 from ...errors import ConfigError
 from ...screens import FACTOR, LEAST_FOR_COSINES, NormScreen, Size
+from ...tiling import Cutting
 from ...types import MOST_FROM_ABOVE, Agreement, Mode, Participant, WeightBy
 from ..weights import MAX_WEIGHT_RATIO, UsualWeight
 from .claims import NOTHING, Claim, ClaimedWork, UsualRates
-
-if TYPE_CHECKING:
-    from ...tiling import Cutting  # it imports numpy, which a command line need not wait for
 
 RuleName = Literal["mean", "trimmed_mean", "median", "krum", "multi_krum", "geometric_median", "centered_clipping"]
 
