@@ -335,7 +335,7 @@ class Synchronizer:
             self.machine.dropped(fragment, late=late)
             return
         (self._late if late else self._tickets)[fragment] = ticket
-        if contribution.sent:
+        if not late:  # its copy is empty on a rank that holds nothing of the fragment
             self._sent[fragment] = contribution.sent
 
     def _finish(self, fragment: int) -> None:
