@@ -1,14 +1,16 @@
 """A worker that trains leased samples, for tests: cell i of the model counts how often sample i is in it.
 
-    python leased_job.py FOLDER SAMPLES BATCH DIE_AT LOADERS KIND    # DIE_AT: SIGKILL right after that step, 0 = never
+    python leased_job.py FOLDER SAMPLES BATCH DIE_AT LOADERS KIND [WHO]
 
-KIND: samples, or shards of one to seven samples.
+DIE_AT: SIGKILL right after that step, 0 = never. KIND: samples, or shards of one to seven samples. WHO dies: the job
+(default), or the first of its loader processes.
 
 Model, optimizer and worker are saved after each step, in one file; the job resumes from it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -67,4 +69,6 @@ with outerstep.attach(model, optimizer, data=data, state=saved["worker"] if save
         with (folder / f"{worker_id}.log").open("a") as file:
             print(*batch.tolist(), file=file)
         if steps == die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            dies = multiprocessing.active_children()[0].pid if sys.argv[7:] == ["loader"] else os.getpid()
+            assert dies is not None
+            os.kill(dies, signal.SIGKILL)

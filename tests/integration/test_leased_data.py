@@ -163,8 +163,22 @@ def test_leased_data_survives_a_restart_of_the_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("loaders", "kind"), [(0, "samples"), (4, "samples"), (0, "shards"), (2, "shards")])
-def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(tmp_path: Path, loaders: int, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("loaders", "kind", "dies"),
+    [
+        (0, "samples", "job"),
+        (4, "samples", "job"),
+        (0, "shards", "job"),
+        (2, "shards", "job"),
+        (2, "samples", "loader"),
+        (2, "shards", "loader"),
+    ],
+)
+def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(
+    tmp_path: Path, loaders: int, kind: str, dies: str
+) -> None:
+    """If one of its loader processes is killed, PyTorch ends the job with an error, wherever it was; it is started
+    again, too."""
     server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN)
     server.start()
     script = str(Path(__file__).parent / "leased_job.py")
@@ -175,11 +189,14 @@ def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(tmp_path: Path, 
     try:
         for life, die_at in enumerate((4, 7, 0)):
             with (tmp_path / f"log-{life}").open("wb") as log:
-                job = [script, str(tmp_path), str(SAMPLES), "2", str(die_at), str(loaders), kind]
+                job = [script, str(tmp_path), str(SAMPLES), "2", str(die_at), str(loaders), kind, dies]
                 code = run_job(job, log, environ)
-            assert code == (-9 if die_at else 0), (tmp_path / f"log-{life}").read_text()[-3000:]
-        drawn = [int(word) for word in (tmp_path / "w.log").read_text().split()]
-        assert sorted(drawn) == list(range(SAMPLES)), "no sample was left out, and none drawn twice"
+            said = (tmp_path / f"log-{life}").read_text()
+            assert code == ((-9 if dies == "job" else 1) if die_at else 0), said[-3000:]
+            assert not (die_at and dies == "loader") or "DataLoader worker" in said
+        if dies == "job":
+            drawn = [int(word) for word in (tmp_path / "w.log").read_text().split()]
+            assert sorted(drawn) == list(range(SAMPLES)), "no sample was left out, and none drawn twice"
         assert torch.equal(server.get_global_params()["cells"], torch.ones(SAMPLES))
         table = server.service.coordinator.leases.tables["train"]
         units = SAMPLES // 4 if kind == "samples" else len(SHARDS)
