@@ -71,4 +71,5 @@ with outerstep.attach(model, optimizer, data=data, state=saved["worker"] if save
         if steps == die_at:
             dies = multiprocessing.active_children()[0].pid if sys.argv[7:] == ["loader"] else os.getpid()
             assert dies is not None
+            print("SIGKILL for", "the job" if dies == os.getpid() else "a loader", flush=True)
             os.kill(dies, signal.SIGKILL)

@@ -171,15 +171,16 @@ def test_leased_data_survives_a_restart_of_the_server(tmp_path: Path) -> None:
         (0, "shards", "job"),
         (2, "shards", "job"),
         (2, "samples", "loader"),
-        (2, "shards", "loader"),
     ],
 )
 def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(
     tmp_path: Path, loaders: int, kind: str, dies: str
 ) -> None:
-    """If one of its loader processes is killed, PyTorch ends the job with an error, wherever it was; it is started
-    again, too."""
-    server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN)
+    """If one of its loader processes is killed, PyTorch ends the job with an error, wherever it is: also between a
+    contribution and the state that knows of it. Units end with the contributions there: a part of a unit would be
+    trained once more (docs/concepts/data.md)."""
+    every = 3 if dies == "job" else 2
+    server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=every, insecure=True, host="127.0.0.1", **PLAIN)
     server.start()
     script = str(Path(__file__).parent / "leased_job.py")
     environ = {
@@ -193,7 +194,7 @@ def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(
                 code = run_job(job, log, environ)
             said = (tmp_path / f"log-{life}").read_text()
             assert code == ((-9 if dies == "job" else 1) if die_at else 0), said[-3000:]
-            assert not (die_at and dies == "loader") or "DataLoader worker" in said
+            assert not die_at or ("SIGKILL for a loader" in said) == (dies == "loader")
         if dies == "job":
             drawn = [int(word) for word in (tmp_path / "w.log").read_text().split()]
             assert sorted(drawn) == list(range(SAMPLES)), "no sample was left out, and none drawn twice"
