@@ -129,7 +129,7 @@ class Site:
         def stands(cell: int) -> bool:
             return ready[cell].exists()
 
-        while True:
+        for _ in range(10):
             before = {cell: len(self.rounds(cell)) for cell in cells}
             pause.touch()
             self.wait(
@@ -143,6 +143,7 @@ class Site:
             for file in ready.values():
                 file.unlink(missing_ok=True)
             self.across(2)  # until they are in step again
+        raise AssertionError(f"replicas {cells} never stood still after the same exchange")
 
     def is_quiet(self) -> bool:
         return not self.top.status()["pending_submissions"]

@@ -32,6 +32,9 @@ def make(**paces: float) -> FairShares:
     return shares
 
 
+HERE = 6  # workers, of some of which nothing is known
+
+
 def crowd(shares: FairShares, now: float = 0.0) -> Crowd:
     return shares.among(set("abcdef"), now)
 
@@ -167,7 +170,7 @@ class TestRoom:
 
     def test_and_never_less_than_a_small_part_of_an_epoch(self) -> None:
         shares = make(a=1.0, b=1.0)
-        assert crowd(shares).room("a", 0) == UNITS / (FEW_PART * 2)
+        assert crowd(shares).room("a", 0) == UNITS / (FEW_PART * HERE)
         small = FairShares(10)
         small.told("a", 0, 0.0, 0.0)
         small.told("b", 0, 0.0, 0.0)
@@ -175,7 +178,7 @@ class TestRoom:
 
     def test_a_worker_may_hold_too_much(self) -> None:
         shares = make(a=1.0, b=1.0)
-        assert crowd(shares).room("a", 500) == UNITS / (FEW_PART * 2) - 500.0
+        assert crowd(shares).room("a", 500) == UNITS / (FEW_PART * HERE) - 500.0
 
 
 class TestWhoIsThere:
