@@ -94,6 +94,7 @@ MEANWHILE = {
     False: "its own rounds go on without the layer above",
 }
 EXIT_PATIENCE_S = 60.0
+EXIT_FACTOR = 0.5  # a cluster that stops loses nothing if nobody answers: the record has what it has sent
 LARGEST = 1e30  # of a weight; the sum of a few of them is still a number
 WAIT_S = 60.0
 
@@ -481,6 +482,7 @@ class Leader:
                 patience=self._patience,
                 memory=Memory(KEPT),
                 facts=self._tell,
+                exit_factor=EXIT_FACTOR,
             )
 
         return UpwardTopology(make, transport, self.below.manifest, lambda: self._pace.per_s)
