@@ -113,8 +113,8 @@ class Conduct:
 
     - time: FIRST_S, and twice as long each time again, up to LONGEST_S. Then it may contribute as before; but from the
       same process the next offence is enough for another spell;
-    - a new process under this id that joins after that time: it begins with a clean sheet;
-    - an operator: `outerstep control pardon WORKER`, at once and with a clean sheet.
+    - a new process under this id that joins after that time: it begins with a clean slate;
+    - an operator: `outerstep control pardon WORKER`, at once and with a clean slate.
     """
 
     offences: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=OFFENCES))  # when, and what
