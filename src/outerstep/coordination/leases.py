@@ -38,6 +38,7 @@ from .shares import Crowd, FairShares
 MOST_DATASETS_OF_ONE = 8  # of those that a run leases, that one worker was the first to ask for
 RESERVE = 4096  # places that are leased without a record
 MOST_PIECES = 16  # ranges in one lease: what a worker holds must fit a message
+MOST_RECENT = 64  # ranges that a worker has brought lately
 HELD_PIECES = 128  # a worker that holds so many ranges gets no more of them
 ASK_AGAIN_S = 1.0
 NO_END = 1 << 53  # of a dataset without a last epoch
@@ -61,6 +62,7 @@ class LeaseTable:
         self.covered: dict[str, dict[int, Ranges]] = {}  # in agreements of some fragments, by worker
         self.pending: dict[tuple[int, int], dict[str, Ranges]] = {}  # in open rounds, by fragment and version
         self.dropped: dict[str, Ranges] = {}  # given up by their worker, and in open rounds in part
+        self.finished: dict[str, Ranges] = {}  # the last that each has brought
         self.overtaken: dict[str, Ranges] = {}  # were its, and are done by another; it may still bring them
         self._counted: dict[str, Ranges] = {}  # are done by another, and were counted; its other fragments may follow
         self._forgotten = NONE  # after a restart: somebody may have been leased these, and nobody knows
@@ -234,7 +236,8 @@ class LeaseTable:
 
     def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
         """A contribution was accepted for the round that makes this version. What its worker was never leased is
-        passed over."""
+        passed over. (One that went on from an older state than it had trains some of it once more, and brings it before
+        it has heard that it is done: such units are in the model twice.)"""
         self._absent.discard(worker_id)
         self._hands.pop(worker_id, None)
         said = Ranges(places)
@@ -247,6 +250,11 @@ class LeaseTable:
             self._put(self.overtaken, worker_id, overtaken - foreign)
             self._forgotten -= foreign  # once: who says so again and again shall not be believed
             self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | foreign
+        finished = self.finished.get(worker_id, NONE)
+        again = finished & said
+        if again and fragment == 0:
+            self._put(self.finished, worker_id, finished - again)
+            self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | again
         self._note_brought(worker_id, (brought - self._under_way(worker_id)).total, now)
         if brought:
             open_round = self.pending.setdefault((fragment, version), {})
@@ -305,6 +313,8 @@ class LeaseTable:
         self.repeated += (places & self.done).total
         self.done |= places
         self.done_by[worker_id] = self.done_by.get(worker_id, 0) + new.total
+        before = self.finished.get(worker_id, NONE) - places
+        self._put(self.finished, worker_id, Ranges([*list(before)[-MOST_RECENT:], *list(places)[-MOST_RECENT:]]))
         self.free, self.unclaimed = self.free - places, self.unclaimed - places
         self.lost, self.spent = self.lost - places, self.spent - places
         for owners in (self.held, self.lapsed):

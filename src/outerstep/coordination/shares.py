@@ -73,6 +73,11 @@ class FairShares:
         worker.proven = PACE_MEMORY * worker.proven + (1.0 - PACE_MEMORY) * pace if worker.proven else pace
         worker.since, worker.brought = now, units
 
+    @property
+    def names(self) -> Collection[str]:
+        """Of those that have said something."""
+        return self._workers.keys()
+
     def gone(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
 

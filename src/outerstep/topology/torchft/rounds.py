@@ -46,6 +46,7 @@ from ..cluster_part import ClusterPart
 from ..encode import Encoded
 from ..forms import forms_of
 from ..leadership import HANDED_OVER, Aside, KeptRecord, Leadership
+from ..members_data import MembersData
 from ..protocol import DataVoice
 from ..reduce import ReducedMean, Reducer, down_rules, runs_of
 from ..terms import Rank, check_pair
@@ -214,9 +215,15 @@ class Rounds:
         self.doubts = False  # by the leader's last word: unsent steps in a saved state may count above already
         self._voice: DataVoice | None = None
         self.leases: SharedLeases | None = None
+        self.data: MembersData | None = None  # of a cluster
         self._data_lock = threading.Lock()  # the training thread draws while the carrying one decides
         self._said: tuple[LeaseStatement, ...] = ()  # of leased data, at the last meeting
         self._not_held: set[int] = set()  # fragments of which the replica does not hold what is ahead
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """(`ClusterMembers`.)"""
+        return {fragment: state.version for fragment, state in enumerate(self.states)}
 
     @property
     def offers(self) -> Sequence[ReplicaOffer]:
@@ -638,7 +645,7 @@ class Rounds:
         if made.active and made.turn == 0:
             self.cluster = self.cluster.after_round(made.active)
         if made.active:
-            leadership.published(self._values(self.ahead, made.turn))
+            leadership.published(self._values(self.ahead, made.turn), {made.turn: self.states[made.turn].version})
         if made.elects:
             self._elect(leadership, made)
         elif made.active and made.turn == 0:
@@ -681,7 +688,7 @@ class Rounds:
             state.arrive(state.version + 1, digest, self.ahead)
             self.cluster = self.cluster.after_move(fragment, said.serial, state.version)
             self._not_held.add(fragment)
-            leadership.published(values)
+            leadership.published(values, {fragment: state.version})
         if made.elects:
             self._elect(leadership, made)
         elif said is not None and said.aside:

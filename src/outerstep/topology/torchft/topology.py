@@ -289,6 +289,9 @@ class TorchftTopology:
     def leased(self, request: LeaseRequest) -> LeaseAnswer:
         return self._rounds.leased(request)
 
+    def wait_for_data(self) -> None:
+        """The others wait for this worker's steps."""
+
     def data_progress(self) -> list[dict[str, Any]]:
         return self._rounds.data_progress()
 
