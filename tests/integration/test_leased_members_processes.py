@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from clusters import SAMPLE_CELLS, Cluster
+from nursery import Child, start
 from outerstep.cli.data import write_export
 from outerstep.observe.status import DataStatus
 from outerstep.ranges import Ranges
@@ -92,4 +94,56 @@ def test_two_jobs_of_two_ranks_share_an_epoch_and_go_on_from_their_states(tmp_pa
     finally:
         for one in [*first, *again]:
             one.close()
+        top.close()
+
+
+def test_a_torchft_cluster_whose_leader_is_killed_trains_each_unit_of_the_layer_above(tmp_path: Path) -> None:
+    pytest.importorskip("torchft")
+    from torchft_replicas import lighthouse
+
+    top = Cluster(tmp_path, "-n", "1", *TOP[2:], model="samples")
+    jobs: list[Child] = []
+
+    def replica(name: str, die_at: int, address: str) -> Child:
+        said = {"above": top.address, "cluster": "east", "above_every": 2, "above_wait_s": 8, "transfer_timeout_s": 5}
+        settings = {f"JOB_{field.upper()}": str(value) for field, value in said.items()}
+        environ = {**os.environ, **settings, "OMP_NUM_THREADS": "1", "NAME": name, "LIGHTHOUSE": address}
+        with (tmp_path / f"{name}.out").open("ab") as log:
+            arguments = [JOB, "torchft", str(tmp_path), str(SAMPLE_CELLS), str(die_at), "0.05"]
+            jobs.append(start(arguments, log=log, env=environ))
+        return jobs[-1]
+
+    try:
+        with lighthouse(1, heartbeat_timeout_ms=1000) as address:
+            place = address.removeprefix("http://")
+            a, b = replica("a", 18, place), replica("b", 0, place)
+            assert a.wait(90) == -signal.SIGKILL
+            again = replica("a", 0, place)
+            assert [b.wait(150), again.wait(90)] == [0, 0], (tmp_path / "b.out").read_text()[-3000:]
+        wait_until(lambda: not top.status()["data"][0]["leased"])
+        [above] = top.status()["data"]
+        assert (above["units"], above["done"], above["leased"], above["free"]) == (UNITS, UNITS, 0, 0)
+        assert above["done_by"].keys() == {"east"}
+        last = max((told(tmp_path / f"{name}.out") for name in "ab"), key=lambda one: one["ledger"]["done"])
+        assert last["ledger"]["done_by"].keys() == {"a", "b"}
+        assert all(cell > 0.0 for cell in last["cells"]), "what is done is in the model"
+        logs = [tmp_path / f"{name}.events" for name in "ab"]
+        status = DataStatus(**last["ledger"])
+        assert write_export(tmp_path / "east.csv", logs, [status])[1] == 0, (
+            "what one was not there for, the other knows"
+        )
+        rows = rows_of(tmp_path / "east.csv")
+        assert {int(row["sample"]) for row in rows} == set(range(SAMPLE_CELLS))
+        assert {row["worker"] for row in rows} == {"a", "b"}
+        drawn = Counter(int(sample) for name in "ab" for sample in (tmp_path / f"{name}.log").read_text().split())
+        assert drawn.keys() == set(range(SAMPLE_CELLS)), "no sample was missed"
+        twice = sum(count - 1 for count in drawn.values())
+        counted = above["repeated"] + last["ledger"]["repeated"]
+        assert twice <= UNIT * counted + 2 * 8 + UNIT, (
+            "what the dead one had trained since its last round, or is counted"
+        )
+    finally:
+        for one in jobs:
+            if one.poll() is None:
+                one.kill()
         top.close()

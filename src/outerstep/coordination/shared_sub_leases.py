@@ -100,10 +100,19 @@ class SharedSubTable(SubLeaseTable, SharedTable):
         ahead = max(LEAST_AHEAD * max(len(names), 1), int((LEAD_TURNS + 1) * per_turn), int(pace_per_s * LEAD_S))
         if holds.pieces >= MANY_PIECES:
             ahead = max(ahead, holds.total // OF_HELD)
-        untrained = self.free.total + sum(self._hand(name) for name in self.held)
+        untrained = self.free.total + sum(map(self._untrained, self.held))
         if not self.is_confirmed:
             return max(ahead - untrained, 1), untrained, True
         return (ahead - untrained if 2 * untrained <= ahead else 0), untrained, not untrained
+
+    def _untrained(self, worker_id: str) -> int:
+        """What it said at the last decision and was given then: it may hold what it has trained and not brought yet."""
+        hand = self._hand(worker_id)
+        if worker_id not in self.shares.names:
+            return hand
+        said, at = self.shares.said(worker_id)
+        given = sum(places.total for turn, places in self.recent.get(worker_id, ()) if turn >= at)
+        return min(hand, said + given)
 
     # --- what is different where all decide -----------------------------------------------------------------------
 
@@ -172,6 +181,11 @@ class SharedSubLeases(SharedLeases):
         have in its model."""
         for table in self.tables.values():
             table.is_confirmed = False
+
+    def confirm(self) -> None:
+        """Not all have begun anew."""
+        for table in self.tables.values():
+            table.is_confirmed = True
 
     @property
     def is_confirmed(self) -> bool:

@@ -102,6 +102,24 @@ def test_what_nobody_has_decided_on_is_the_clusters_already() -> None:
     assert request is None or request.holds == ((0, 6),)
 
 
+def test_members_that_have_trained_all_and_brought_nothing_yet_are_not_taken_for_supplied() -> None:
+    """Else ranks that wait for data in the middle of a round would wait for ever."""
+    cluster = Cluster()
+    cluster.hears((0, 6))
+    cluster.decides()
+    holds = {name: tuple(cluster.table.held[name]) for name in MEMBERS}
+    said = {
+        name: (LeaseStatement(dataset="train", holds=theirs, untrained=0, pace=0.5, turn=cluster.leases[name].turn),)
+        for name, theirs in holds.items()
+    }
+    for one in cluster.leases.values():
+        one.decide(MEMBERS, said, {})
+    cluster.heard.decided(cluster.leases["a"], cluster.now)
+    request = cluster.due()
+    assert request is not None
+    assert (request.want > 0, request.waits, request.untrained) == (True, True, 0)
+
+
 def test_news_that_is_heard_again_changes_nothing() -> None:
     cluster = Cluster()
     cluster.hears((0, 10))
