@@ -79,18 +79,29 @@ ROOMS = {
             "outerstep.coordination.leases.*",
             "outerstep.coordination.shares.*",
             "outerstep.coordination.shared_leases.*",
+            "outerstep.coordination.kept_leases.*",
+            "outerstep.coordination.sub_leases.*",
         ),
         files=(
             "src/outerstep/coordination/leases.py",
             "src/outerstep/coordination/shares.py",
             "src/outerstep/coordination/shared_leases.py",
+            "src/outerstep/coordination/kept_leases.py",
+            "src/outerstep/coordination/sub_leases.py",
         ),
         tests=(
             "tests/unit/coordination/test_leases.py",
             "tests/unit/coordination/test_lease_accounts.py",
             "tests/unit/coordination/test_shares.py",
             "tests/unit/coordination/test_shared_leases.py",
+            "tests/unit/coordination/test_kept_leases.py",
+            "tests/unit/coordination/test_sub_leases.py",
         ),
+    ),
+    "layers": Room(
+        modules=("outerstep.coordination.layers.*",),
+        files=("src/outerstep/coordination/layers/*",),
+        tests=("tests/unit/coordination/layers",),
     ),
     "gossip": Room(
         modules=("outerstep.coordination.gossip.*",),
@@ -100,9 +111,24 @@ ROOMS = {
         "or large_statements or turns_far_ahead or any_order_with_losses or of_many_small_ones",
     ),
     "planning": Room(
-        modules=("outerstep.coordination.autoconfig.*", "outerstep.coordination.cost.*"),
-        files=("src/outerstep/coordination/autoconfig/*", "src/outerstep/coordination/cost.py"),
-        tests=("tests/unit/coordination/autoconfig", "tests/unit/coordination/test_cost.py"),
+        modules=(
+            "outerstep.coordination.autoconfig.*",
+            "outerstep.coordination.planning.*",
+            "outerstep.coordination.cost.*",
+            "outerstep.coordination.failures.*",
+        ),
+        files=(
+            "src/outerstep/coordination/autoconfig/*",
+            "src/outerstep/coordination/planning/*",
+            "src/outerstep/coordination/cost.py",
+            "src/outerstep/coordination/failures.py",
+        ),
+        tests=(
+            "tests/unit/coordination/autoconfig",
+            "tests/unit/coordination/planning",
+            "tests/unit/coordination/test_cost.py",
+            "tests/unit/coordination/test_failures.py",
+        ),
         too_slow="random_links or planted_restlessness or steady_noisy_link or one_of_four_says",
     ),
     "core": Room(

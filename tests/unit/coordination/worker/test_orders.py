@@ -60,3 +60,11 @@ def test_an_answer_without_commands_says_the_own_h_too() -> None:
     assert inbox.take() == Orders(sync_every=7)
     inbox.heard(answer(), ())
     assert inbox.take() == Orders()
+
+
+def test_an_order_to_lead_names_the_leader_beside_the_other_orders() -> None:
+    inbox = OrderInbox()
+    inbox.heard(answer(DRAIN, Command(id=3, kind="lead", leader="b")), ())
+    inbox.heard(answer(Command(id=4, kind="lead")), ())  # of an older server, which names nobody
+    assert inbox.take() == Orders(drain="drain", leader="b")
+    assert inbox.take() == Orders()

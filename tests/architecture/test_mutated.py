@@ -1,0 +1,31 @@
+"""`make mutants` changes every decision: each file of the pure rooms belongs to one of its rooms, with its tests."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from pathlib import Path
+
+import mutants
+
+SOURCES = mutants.ROOT / "src" / "outerstep"
+PURE = [file for room in ("coordination", "core") for file in sorted((SOURCES / room).rglob("*.py"))]
+
+
+def rooms_of(file: Path) -> list[str]:
+    path = file.relative_to(mutants.ROOT).as_posix()
+    return [name for name, room in mutants.ROOMS.items() if any(fnmatch.fnmatch(path, one) for one in room.files)]
+
+
+def test_every_file_of_the_pure_rooms_is_changed_in_one_room() -> None:
+    assert len(PURE) > 100, "the files were not found"
+    found = {file.relative_to(SOURCES).as_posix(): rooms_of(file) for file in PURE if file.stem != "__init__"}
+    assert {path: rooms for path, rooms in found.items() if len(rooms) != 1} == {}
+
+
+def test_every_room_has_files_and_tests() -> None:
+    changed = Counter(name for file in PURE for name in rooms_of(file))
+    for name, room in mutants.ROOMS.items():
+        assert changed[name], f"{name} changes nothing"
+        missing = [test for test in room.tests if not (mutants.ROOT / test).exists()]
+        assert not missing, f"{name} runs tests that are not there: {missing}"
