@@ -16,6 +16,7 @@ JOIN_TIMEOUT_S: Final = 120.0  # how long a worker looks for the others before i
 PEER_BEAT_S: Final = 2.0  # between two signs of life of a peer
 PEER_HEARTBEAT_TIMEOUT_S: Final = 30.0  # of silence until a peer counts as dead
 PART_SIZE_BYTES: Final = 16 << 20  # of the parts that payloads travel in; no part may be larger
+SERVER_PORT: Final = 8512  # of a server, and of an address that names none
 RUN_FOLDER: Final = "outerstep-run"  # that a server keeps its run in
 METRICS_FOLDER: Final = "outerstep-metrics"  # that `outerstep worker` lets its script keep metrics in
 RECENT_LOSSES: Final = 60  # rounds whose loss the status of a server or a peer shows

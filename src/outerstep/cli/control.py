@@ -11,7 +11,7 @@ from ..errors import ConfigError
 from ..printable import printable
 from ..types import Control, ControlAnswer
 from ..wire.http_transport import HttpTransport
-from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
+from .which_server import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
 TIMEOUT_S = 120.0  # a save writes the whole model
 

@@ -24,7 +24,7 @@ from ..printable import printable
 from ..ranges import NONE, Ranges
 from ..types import Dataset
 from ..wire.http_transport import HttpTransport
-from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
+from .which_server import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
 COLUMNS = ("dataset", "epoch", "sample", "worker", "version")
 

@@ -20,8 +20,8 @@ from ..security import Credentials
 from ..wire.http_transport import HttpTransport
 from .checks import Say, find_way, look_at_machine, look_at_server
 from .join import LONGEST_CHARS
-from .options import CredentialsFolder, credentials_folder
 from .verdicts import Finding
+from .which_server import CredentialsFolder, credentials_folder
 
 TIMEOUT_S = 30.0
 SPOOL = "/var/tmp"  # where the server keeps contributions that do not fit in memory, by default

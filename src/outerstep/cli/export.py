@@ -18,8 +18,8 @@ from ..errors import ConfigError, ModelError, NotFound
 from ..observe.quantities import size
 from ..printable import printable
 from ..wire.http_transport import HttpTransport
-from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
 from .status import count
+from .which_server import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
 if TYPE_CHECKING:
     import torch

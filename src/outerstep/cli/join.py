@@ -12,7 +12,7 @@ from ..errors import ConfigError, NotBegun, TransportError
 from ..security import JOIN_VARIABLE, Access, Credentials, mended, parse_address, parse_join_string
 from ..wire.http_transport import HttpTransport
 from .discovery import find_known
-from .options import CredentialsFolder, credentials_folder
+from .which_server import CredentialsFolder, credentials_folder
 
 TIMEOUT_S = 10.0
 LONGEST_CHARS = 4096

@@ -12,9 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ..config import ROLES, SERVER, WORKER, Role, Setting, Sourced, resolve
+from ..config import ROLES, Role, Setting, Sourced, resolve
 from ..errors import ConfigError
-from ..security import DEFAULT_PORT
 
 Found = Mapping[str, Sourced]
 FILE_PANEL = "Settings"
@@ -38,24 +37,6 @@ LayersFileOption = Annotated[
         hidden=HIDES,
         rich_help_panel=FILE_PANEL,
         help="TOML file that describes the layers of the run; --cluster says which part of it this is.",
-    ),
-]
-ServerAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--server",
-        metavar="HOST:PORT",
-        help="The server's address. [dim]Default: DILOCO_SERVER, the settings file's server_addr, "
-        f"OUTERSTEP_JOIN, else 127.0.0.1:{DEFAULT_PORT}.[/dim]",
-    ),
-]
-CredentialsFolder = Annotated[
-    str | None,
-    typer.Option(
-        "--credentials",
-        metavar="DIR",
-        help="Folder with tokens and fingerprints. "
-        "[dim]Default: OUTERSTEP_CREDENTIALS, else ~/.config/outerstep.[/dim]",
     ),
 ]
 
@@ -107,21 +88,6 @@ def _layers(role: Role, said: dict[str, Sourced], file: str | None) -> dict[str,
     if given is None:
         raise ConfigError("--layers needs the part of the file that this is: add --cluster NAME")
     return settings_for(role, file, given.value)
-
-
-def server_address(flag: str | None) -> str:
-    """Which server `status` and `control` talk to: that of the worker's settings on this machine."""
-    said = {} if flag is None else {"server_addr": Sourced(flag, "flag --server")}
-    return resolve(WORKER, said)["server_addr"].value or f"127.0.0.1:{DEFAULT_PORT}"
-
-
-def credentials_folder(flag: str | None) -> str | None:
-    """Where `join`, `status` and `control` look: as a worker on this machine would, else as its server would."""
-    return flag or resolve(WORKER, {})["credentials"].value or resolve(SERVER, {})["credentials"].value
-
-
-def server_credentials(flag: str | None) -> str | None:
-    return flag or resolve(SERVER, {})["credentials"].value
 
 
 def _parameter(name: str, annotation: Any) -> inspect.Parameter:

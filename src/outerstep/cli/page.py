@@ -10,7 +10,7 @@ import typer
 from ..dashboard.logins import CODE_S, link_to
 from ..errors import Forbidden, MethodNotAllowed, NotFound
 from ..wire.http_transport import HttpTransport
-from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
+from .which_server import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
 PATIENCE_S = 10.0
 

@@ -25,12 +25,11 @@ from ..installing import install_line
 from ..observe.quantities import counted, duration, size
 from ..observe.status import read_status
 from ..printable import printable
-from ..wire.http_transport import HttpTransport
 from . import units
-from .options import CredentialsFolder, credentials_folder
 from .plan_scenario import pool_bytes, write_scenario
 from .plan_sources import COMMAND_LINE, Source, from_file, from_status, site
 from .status import count
+from .which_server import CredentialsFolder, credentials_folder
 
 LINKS = "Sites and links"
 FAILING = "Failures"
@@ -195,6 +194,8 @@ def _sites(number: int, given: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _ask(address: str, credentials: str | None) -> Source:
+    from ..wire.http_transport import HttpTransport
+
     transport = HttpTransport(address, timeout_s=TIMEOUT_S, credentials=credentials)
     return from_status(read_status(transport.status()), transport.address)
 
@@ -209,7 +210,7 @@ def _engine(said: str | None) -> Engine | None:
 
 def _situation(source: Source, *, choice: Choice, ideal: bool, server_speed: float, **flags: str | None) -> Situation:
     """What the command line says goes before what a file or a server says."""
-    parameters = units.count(flags["params"], "--params") if flags["params"] else source.parameters
+    parameters = units.parameters(flags["params"], "--params") if flags["params"] else source.parameters
     if parameters is None:
         raise ConfigError("a plan needs the size of the model; e.g. --params 7B")
     target = units.share(flags["target"], "--target") if flags["target"] else source.target

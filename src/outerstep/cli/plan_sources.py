@@ -61,7 +61,7 @@ def from_file(name: str, otherwise: Mapping[str, Any]) -> Source:
         check_keys(table, SITE_KEYS, f"{name}, site {number}")
         sites.append(site({"name": f"site{number}", **common, **table}, f"{name}, site {number}"))
     return Source(
-        parameters=_read(said, "params", units.count, name),
+        parameters=_read(said, "params", units.parameters, name),
         sites=tuple(sites),
         dtype=_text(said, "dtype", name),
         target=_read(said, "target", units.share, name),

@@ -6,7 +6,7 @@ import json
 import shlex
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,10 +18,10 @@ from ..errors import ConfigError
 from ..installing import install_line
 from ..observe.quantities import counted, duration, size
 from ..printable import printable
-from ..simulate.fleet.report import FleetReport, LayerReport
-from ..simulate.fleet.scenario import FleetScenario, LayerSetting
-from ..simulate.fleet.world import FleetWorld
-from .simulate_file import read_scenario
+
+if TYPE_CHECKING:  # a fleet needs the machines of both ends; --help needs none of them
+    from ..simulate.fleet.report import FleetReport, LayerReport
+    from ..simulate.fleet.scenario import FleetScenario, LayerSetting
 
 COLOURS = {"training": "#1a7f37", "waiting": "#bf8700", "joining": "#0969da", "down": "#57606a"}
 
@@ -43,6 +43,8 @@ def simulate(
     leaves out of the settings is as `outerstep plan` recommends. The coordinators, commits, workers and clusters that
     decide are the ones that ship. At the end every step is accounted for: in the model, lost and why, or under way.
     """
+    from .simulate_file import read_scenario
+
     scenario = read_scenario(file, seed=seed, hours=hours)
     if plot is not None:
         _check_plot(plot)
@@ -63,6 +65,8 @@ def simulate(
 
 
 def _played(scenario: FleetScenario) -> FleetReport:
+    from ..simulate.fleet.world import FleetWorld
+
     console = Console(stderr=True)
     if not console.is_terminal:
         return FleetWorld(scenario).run()

@@ -35,6 +35,8 @@ CLUSTER_KEYS: Final = frozenset(
     | {"server_lan"}
 )
 
+LEAST_BARE_BYTES: Final = 1 << 20  # of a size without a unit: below it, people mean gigabytes
+
 
 def read_scenario(name: str, *, seed: int | None = None, hours: float | None = None) -> FleetScenario:
     """`seed`, `hours`: instead of the file's."""
@@ -49,7 +51,7 @@ def read_scenario(name: str, *, seed: int | None = None, hours: float | None = N
     speed = server.number("speed", 1.0, least=0.01, most=1000.0)
     out = server.read("up", units.rate) or server.read("link", units.rate) or 0.0
     into = server.read("down", units.rate) or server.read("link", units.rate) or 0.0
-    parameters = given.read("params", units.count)
+    parameters = given.read("params", units.parameters)
     if parameters is None:
         raise ConfigError(f'{name} must have params, the size of the model; e.g. params = "1B"')
     heartbeat_s = given.seconds("heartbeat", 30.0)
@@ -174,9 +176,14 @@ def _share(text: str, what: str) -> float:
 
 
 def size_bytes(text: str, what: str) -> int:
-    """ "64GB"."""
+    """ "64GB", "68719476736"."""
     number = text.strip().upper().removesuffix("B")
-    return units.count(number.replace("G", "B"), what)
+    found = units.count(number.replace("G", "B"), what)
+    if found < LEAST_BARE_BYTES and number.isdecimal():
+        raise ConfigError(
+            f"{what} without a unit must be at least {LEAST_BARE_BYTES} bytes, got {text!r}; did you mean {number}GB?"
+        )
+    return found
 
 
 class Table:

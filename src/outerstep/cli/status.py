@@ -31,8 +31,7 @@ from ..observe.status import (
 )
 from ..printable import printable
 from ..versions import PROTOCOL_VERSION
-from ..wire.http_transport import HttpTransport
-from .options import CredentialsFolder, ServerAddress, credentials_folder, server_address
+from .which_server import CredentialsFolder, ServerAddress, credentials_folder, server_address
 
 WATCH_S = 1.0
 SHORTEST_S = 0.1
@@ -53,6 +52,8 @@ def status(
         raise ConfigError(f"SECONDS needs --watch, got {seconds:g} without it; add --watch")
     if watch and as_json:
         raise ConfigError("--json prints once; leave --watch out")
+    from ..wire.http_transport import HttpTransport
+
     transport = HttpTransport(server_address(server), timeout_s=10.0, credentials=credentials_folder(credentials))
     if as_json:
         typer.echo(json.dumps(transport.status(), indent=2))

@@ -14,7 +14,7 @@ from ..security import DEFAULT_PORT, Access, Credentials, parse_address
 from ..security.credentials import outward_host
 from ..security.identity import own_fingerprint
 from ..security.tokens import Right
-from .options import CredentialsFolder, server_credentials
+from .which_server import CredentialsFolder, server_credentials
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -17,6 +17,7 @@ RATES: Final = {  # to bytes per second
 }
 RATE_NAMES: Final = ("kbit", "mbit", "gbit", "kB/s", "MB/s", "GB/s")  # bits and bytes as people tell them apart
 TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+LEAST_BARE_PARAMETERS: Final = 1000  # below it, people mean millions or billions
 
 
 def count(text: str, what: str) -> int:
@@ -24,20 +25,43 @@ def count(text: str, what: str) -> int:
     return round(_read(text, what, COUNTS, "a number such as 7B, 150M or 124000000", upper=True))
 
 
+def parameters(text: str, what: str) -> int:
+    """The size of a model. "7" is not taken as seven parameters: a small number must say of what it is."""
+    found = count(text, what)
+    if found < LEAST_BARE_PARAMETERS and _is_bare(text):
+        said = text.strip()
+        raise ConfigError(
+            f"{what} without a unit must be at least {LEAST_BARE_PARAMETERS}, got {text!r}; "
+            f"did you mean {said}B (billions) or {said}M (millions)?"
+        )
+    return found
+
+
 def rate(text: str, what: str) -> float:
     """In bytes per second. "200mbit", "1gbit", "25MB/s": the case does not matter, bits and bytes are told apart by
     their names."""
-    return _read(text, what, RATES, "a rate such as 200mbit, 1gbit or 25MB/s", names=RATE_NAMES)
+    wanted = "a rate such as 200mbit, 1gbit or 25MB/s"
+    return _read(text, what, RATES, wanted, names=RATE_NAMES, usual=("mbit", "MB/s"))
 
 
 def seconds(text: str, what: str) -> float:
     """ "50ms", "3s"."""
-    return _read(text, what, TIMES, "a time such as 50ms or 3s", zero=True)
+    return _read(text, what, TIMES, "a time such as 50ms or 3s", zero=True, usual=("ms", "s"))
 
 
 def share(text: str, what: str, *, zero: bool = False) -> float:
-    """ "95%" or "0.95"."""
-    return round(_read(text, what, {"": 1.0, "%": 0.01}, "a share such as 95% or 0.95", zero=zero), 9)
+    """ "95%" or "0.95". Without a sign it is at most 1: "5" is not taken as 500 %."""
+    wanted = "a share such as 95% or 0.95"
+    found = round(_read(text, what, {"": 1.0, "%": 0.01}, wanted, zero=zero), 9)
+    if found > 1.0 and _is_bare(text):
+        raise ConfigError(f"{what} must be {wanted}, got {text!r}; did you mean {text.strip()}%?")
+    return found
+
+
+def _is_bare(text: str) -> bool:
+    """A number alone."""
+    found = _NUMBER.match(text.strip())
+    return found is not None and not found[2]
 
 
 def _read(
@@ -49,12 +73,17 @@ def _read(
     upper: bool = False,
     zero: bool = False,
     names: Sequence[str] = (),
+    usual: Sequence[str] = (),
 ) -> float:
-    """`names`: of the units, if they are written in another way than they are looked up."""
+    """`names`: of the units, if they are written in another way than they are looked up. `usual`: those that a number
+    alone may have meant."""
     found = _NUMBER.match(text.strip())
     unit = (found[2].upper() if upper else found[2].lower()) if found else ""
     if found is None or unit not in units:
-        raise ConfigError(f"{what} must be {wanted}, got {text!r}; units: {', '.join(names or filter(None, units))}")
+        known = ", ".join(names or filter(None, units))
+        meant = " or ".join(text.strip() + each for each in usual) if _is_bare(text) else ""
+        remedy = f"; did you mean {meant}?" if meant else ""
+        raise ConfigError(f"{what} must be {wanted}, got {text!r}; units: {known}{remedy}")
     value = float(found[1]) * units[unit]
     if not math.isfinite(value) or value < 0.0 or (value == 0.0 and not zero):
         raise ConfigError(f"{what} must be above 0, got {text!r}")

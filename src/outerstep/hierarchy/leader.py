@@ -96,6 +96,7 @@ MEANWHILE = {
     False: "its own rounds continue without the layer above",
 }
 EXIT_PATIENCE_S = 60.0
+EXIT_FACTOR = 0.5  # a cluster that stops loses nothing if nobody answers: the record has what it has sent
 LARGEST = 1e30  # the largest weight; a sum of a few of them is still finite
 WAIT_S = 60.0
 
@@ -486,6 +487,7 @@ class Leader:
                 patience=self._patience,
                 memory=Memory(KEPT),
                 facts=self._tell,
+                exit_factor=EXIT_FACTOR,
             )
 
         return UpwardTopology(make, transport, self.below.manifest, lambda: self._pace.per_s)

@@ -16,11 +16,12 @@ import re
 import socket
 from dataclasses import dataclass, field, replace
 
+from ..defaults import SERVER_PORT
 from ..errors import ConfigError
 from .certificate import FINGERPRINT
 from .tokens import is_token
 
-DEFAULT_PORT = 8512
+DEFAULT_PORT = SERVER_PORT
 SCHEME = "outerstep://"
 MOST_PLACES = 8  # in one join string
 QUOTES = "\"'`“”„‘’«»"

@@ -102,6 +102,32 @@ class TestUnits:
         with pytest.raises(ConfigError, match="--flag must be"):
             read(text, "--flag")
 
+    @pytest.mark.parametrize(
+        ("line", "meant"),
+        [
+            ("--params 7 --link 200mbit --step-time 3s", "7B .billions. or 7M .millions."),
+            ("--params 1.5 --link 200mbit --step-time 3s", "1.5B .billions. or 1.5M"),
+            ("--params 7B --link 200 --step-time 3s", "200mbit or 200MB/s"),
+            ("--params 7B --link 200mbit --server-link 1000 --step-time 3s", "1000mbit or 1000MB/s"),
+            ("--params 7B --link 200mbit --step-time 3", "3ms or 3s"),
+            ("--params 7B --link 200mbit --step-time 3s --latency 50", "50ms or 50s"),
+            ("--params 7B --link 200mbit --step-time 3s --target 95", "95%"),
+            ("--params 7B --link 200mbit --step-time 3s --failures-per-hour 5", "5%"),
+            ("--params 7B --link 200mbit --step-time 3s --failures-per-hour 5% --restart-after 10", "10ms or 10s"),
+        ],
+    )
+    def test_a_number_without_its_unit_is_asked_what_it_meant(self, line: str, meant: str) -> None:
+        """Each flag that takes a unit: none takes a small number alone as something that nobody means."""
+        with pytest.raises(ConfigError, match=f"^--[a-z-]+ .*, got '[0-9.]+'; .*did you mean {meant}"):
+            run(f"plan {line}")
+
+    def test_a_size_in_full_and_a_share_need_no_unit(self) -> None:
+        assert units.parameters("124000000", "x") == 124e6
+        assert units.parameters("1000", "x") == 1000
+        assert units.parameters("0.5K", "x") == 500
+        assert units.share("1", "x") == 1.0
+        assert units.share("500%", "x") == 5.0
+
 
 class TestThePlan:
     def test_of_the_question_that_everybody_asks(self) -> None:
@@ -177,7 +203,7 @@ class TestThePlan:
             ("--params 1B --link fast --step-time 1s", "^--link must be a rate such as 200mbit"),
             (
                 "--params 1B --link-up 25 --link-down 1gbit --step-time 1s",
-                "^--link-up must be .*; units: .*, MB/s, GB/s$",
+                r"^--link-up must be .*; units: .*, MB/s, GB/s; did you mean 25mbit or 25MB/s\?$",
             ),
             ("--params 1B --link 1gbit --step-time 1s --latency 5", "^--latency must be a time"),
             ("--params 1B --link 1gbit --step-time 1s --dtype int3", "one of fp32, bf16, fp16"),

@@ -24,6 +24,7 @@ LISTED = (  # what prints: the program, and no command
     "print(json.dumps(sorted(sys.modules)), file=sys.stderr)\n"
 )
 HEAVY = {"torch", "numpy", "cryptography", "msgspec", "h11", "ssl", "xxhash", "zeroconf", "segno", "matplotlib"}
+PLANNED = ("--params", "7B", "--sites", "4", "--workers-per-site", "4", "--link", "200mbit", "--step-time", "3s")
 ONE_WORD = {"outerstep", "outerstep.cli", "outerstep.cli.catalogue", "outerstep.errors", "outerstep.printable"}
 
 
@@ -64,6 +65,13 @@ def test_a_command_imports_no_torch_to_say_what_it_does(name: str) -> None:
         (["server", "--help"], {"cli.run", "cli.status", "events", "wire.http_transport", "coordination.autoconfig"}),
         (["layers", "check", "/nowhere"], {"cli.server", "wire.http_transport"}),
         (["export", "--help"], {"cli.server", "events"}),
+        (["status", "--help"], {"config", "security", "wire", "coordination", "events"}),
+        (["plan", "--help"], {"config", "security", "wire", "events", "simulate", "coordination.server.coordinator"}),
+        (
+            ["plan", *PLANNED],
+            {"config", "security", "wire", "events", "simulate", "coordination.server.coordinator"},
+        ),
+        (["simulate", "--help"], {"config", "security", "wire", "events", "simulate", "coordination"}),
     ],
     ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )

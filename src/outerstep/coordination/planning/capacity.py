@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from ..cost import bytes_per_value
-from ..server.commits import LEAST_JOURNAL_BYTES, MODELS_IN_JOURNAL
+from ..server.journal_length import LEAST_JOURNAL_BYTES, MODELS_IN_JOURNAL
 
 FP32_BYTES: Final = 4.0
 PROCESS_BYTES: Final = 340 << 20  # VmHWM of a server without a model: Python, torch and its libraries, measured

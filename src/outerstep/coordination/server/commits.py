@@ -40,13 +40,11 @@ from ...types import Answer, Control, Heartbeat, Join, Lease, Leave, Offer
 from ..backoff import Backoff
 from .coordinator import Coordinator
 from .effects import Accumulate, AllLeft, AskAgain, CloseRound, DropUpload, Effect
+from .journal_length import LEAST_JOURNAL_BYTES, MODELS_IN_JOURNAL, MOST_RECORDS
 from .remembered import Remembered
 
 DISK_RETRIES = Backoff(0.25, 5.0)  # of a disk that is full or broken
-MODELS_IN_JOURNAL = 4  # a checkpoint is due when the journal behind the last has so many times the model's bytes
-LEAST_JOURNAL_BYTES = 64 << 20  # and at least these
 LEAST_OF_A_ROUND = 1 / 8  # of its fragment's bytes that a round counts for, however few its record has: it is replayed
-MOST_RECORDS = 1000  # or so many records: a start replays them
 OUTLIVE = ("kick", "pardon", "release", "plan", "budget", "forget", "shutdown")  # orders that hold after a restart
 
 Durability = Literal["round", "checkpoint", "none"]
