@@ -55,6 +55,9 @@ class Room:
     tests: tuple[str, ...]
     too_slow: str = ""
 
+    def found_tests(self) -> list[str]:
+        return [str(path.relative_to(ROOT)) for pattern in self.tests for path in sorted(ROOT.glob(pattern))]
+
 
 SHARED = ("outerstep.coordination.backoff.*", "outerstep.coordination.weights.*", "outerstep.screens.*")
 ROOMS = {
@@ -77,25 +80,16 @@ ROOMS = {
     "leases": Room(
         modules=(
             "outerstep.coordination.leases.*",
-            "outerstep.coordination.shares.*",
-            "outerstep.coordination.shared_leases.*",
             "outerstep.coordination.kept_leases.*",
+            "outerstep.coordination.shared_*",
+            "outerstep.coordination.shares.*",
             "outerstep.coordination.sub_leases.*",
         ),
-        files=(
-            "src/outerstep/coordination/leases.py",
-            "src/outerstep/coordination/shares.py",
-            "src/outerstep/coordination/shared_leases.py",
-            "src/outerstep/coordination/kept_leases.py",
-            "src/outerstep/coordination/sub_leases.py",
-        ),
+        files=("src/outerstep/coordination/*leases.py", "src/outerstep/coordination/shares.py"),
         tests=(
-            "tests/unit/coordination/test_leases.py",
+            "tests/unit/coordination/test_*leases.py",
             "tests/unit/coordination/test_lease_accounts.py",
             "tests/unit/coordination/test_shares.py",
-            "tests/unit/coordination/test_shared_leases.py",
-            "tests/unit/coordination/test_kept_leases.py",
-            "tests/unit/coordination/test_sub_leases.py",
         ),
     ),
     "layers": Room(
@@ -205,7 +199,7 @@ def prepare(room: str) -> Path:
         "only_mutate": list(what.files),
         "also_copy": ["src", "tests", "docs", "examples", "bench", "README.md", "pyproject.toml"],
         "process_isolation": "forkserver",  # torch and hypothesis do not bear a fork of a process that has run tests
-        "pytest_add_cli_args_test_selection": list(what.tests),
+        "pytest_add_cli_args_test_selection": what.found_tests(),
         "pytest_add_cli_args": ["--hypothesis-profile", "quick", *skipped],
     }
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
