@@ -24,6 +24,7 @@ import difflib
 import fnmatch
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,7 @@ ROOMS = {
             "src/outerstep/coordination/layers/leadership.py",
             "src/outerstep/coordination/layers/tasks.py",
         ),
-        tests=("tests/unit/coordination/layers",),
+        tests=("tests/unit/coordination/layers", "tests/unit/coordination/test_sub_leases.py"),
     ),
     "gossip": Room(
         modules=("outerstep.coordination.gossip.*",),
@@ -393,8 +394,32 @@ class Findings:
 def write_page(path: Path, findings: Findings) -> None:
     before, after = GENERATED
     head, _, rest = path.read_text().partition(before)
-    tail = rest.partition(after)[2]
-    path.write_text(head + before + "\n".join(findings.page()) + "\n" + after + tail)
+    old, _, tail = rest.partition(after)
+    path.write_text(head + before + merged(old, "\n".join(findings.page()) + "\n") + after + tail)
+
+
+def merged(old: str, new: str) -> str:
+    """The new page; and of modules that this run did not come to, what the old one says."""
+    came_to = _rows(new)
+    rows = {name: row for name, row in (_rows(old) | came_to).items() if name != "all"}
+    sections = {name: text for name, text in _sections(old).items() if name not in came_to} | _sections(new)
+    sums = [sum(int(row[column]) for row in rows.values()) for column in (1, 2, 4, 5, 6, 7)]
+    rows_and_all = [row for _, row in sorted(rows.items())]
+    rows_and_all.append(["all", *map(str, sums[:2]), f"{sums[1] / max(sums[0], 1):.1%}", *map(str, sums[2:])])
+    lines = [*new.splitlines()[:2], *(f"| {' | '.join(row)} |" for row in rows_and_all), "", "### Survivors"]
+    return "\n".join([*lines, *(f"\n**{name}**\n{sections[name]}" for name in sorted(sections))]) + "\n"
+
+
+def _rows(page: str) -> dict[str, list[str]]:
+    """Module → the cells of its row, the first of which is the name, with its mark."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
+    return {row[0].removesuffix(" §"): row for row in cells if row[0] != "module"}
+
+
+def _sections(page: str) -> dict[str, str]:
+    """Module → what is said of its survivors."""
+    found = re.findall(r"^\*\*([\w.]+)\*\*\n(.*?)(?=^\*\*[\w.]+\*\*$|\Z)", page, re.MULTILINE | re.DOTALL)
+    return {name: text.rstrip() for name, text in found}
 
 
 def main() -> int:

@@ -31,3 +31,22 @@ def test_every_room_has_files_and_tests() -> None:
         assert changed[name], f"{name} changes nothing"
         missing = [test for test in room.tests if not any(mutants.ROOT.glob(test))]
         assert not missing, f"{name} runs tests that are not there: {missing}"
+
+
+def page(*modules: tuple[str, int, int]) -> str:
+    """Of modules with so many changes, of which so many were killed."""
+    rows = [f"| {name} | {all_} | {killed} | x | 0 | {all_ - killed} | 0 | 0 |" for name, all_, killed in modules]
+    said = [f"**{name.split()[0]}**\n\n- Open\n  - `{name}`" for name, all_, killed in modules if all_ > killed]
+    head = "| module | changes | killed | share | explained | open | wording | not run |\n|---|" + 7 * "--:|"
+    return "\n".join([head, *rows, "\n### Survivors\n", "\n\n".join(said)]) + "\n"
+
+
+def test_a_run_of_some_modules_leaves_what_the_page_says_of_the_others() -> None:
+    old = page(("core.a", 10, 9), ("core.b", 10, 5), ("core.c §", 4, 4), ("all", 24, 18))
+    made = mutants.merged(old, page(("core.b §", 20, 20), ("all", 20, 20)))
+    names = [line.split(" | ")[0] for line in made.splitlines() if line.startswith("| ")]
+    assert names == ["| module", "| core.a", "| core.b §", "| core.c §", "| all"]
+    assert "| all | 34 | 33 | 97.1% | 0 | 1 | 0 | 0 |" in made
+    assert "**core.a**\n\n- Open\n  - `core.a`" in made
+    assert "**core.b**" not in made, "its survivors are killed"
+    assert mutants.merged(made, page(("core.b §", 20, 20), ("all", 20, 20))) == made
