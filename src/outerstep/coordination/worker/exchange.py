@@ -193,6 +193,12 @@ class OrderInbox:
         return asked
 
 
+def is_evicted(answer: object, *, has_left: bool) -> bool:
+    """Has the server given up a worker that has not left? Then the worker joins again. (The heartbeat of one that has
+    said goodbye may arrive after that.)"""
+    return isinstance(answer, UnknownWorker) and not has_left
+
+
 def _with(asked: Orders, command: Command) -> Orders:
     if command.kind == "lead":
         return dataclasses.replace(asked, leader=command.leader or asked.leader)
