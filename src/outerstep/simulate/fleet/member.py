@@ -69,8 +69,8 @@ class Clocks:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What stays when a worker is restarted: its machine, its lines and its ways."""
+class FleetHost:
+    """The computer of a worker, which stays when its process is restarted: its speed, its lines and its ways."""
 
     number: int
     name: str
@@ -95,7 +95,7 @@ class FleetFragment(CarriedFragment[Ranges]):
 class FleetMember(CarriedWorker[Ranges]):
     def __init__(
         self,
-        seat: Seat,
+        seat: FleetHost,
         start: int,
         server: FleetServer,
         agenda: Agenda,
