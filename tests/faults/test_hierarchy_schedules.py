@@ -28,7 +28,7 @@ from outerstep.coordination.layers.lifecycle import (
 )
 from outerstep.coordination.layers.machine import ClusterMachine, RecordFacts
 from outerstep.coordination.layers.replica_life import ReplicaLife
-from outerstep.coordination.layers.tasks import ClusterTask, LetGo, MoveBelow, ReleaseMembers
+from outerstep.coordination.layers.tasks import ClusterTask, LetGo, MoveBelow
 from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.rounds import RoundRules
 from outerstep.simulate.hierarchy import run_hierarchy
@@ -179,7 +179,7 @@ class NeverReleases(ClusterMachine):
     def exchanged(self, moving: Collection[int], *, deferred: int, told_to_end: bool = False) -> None:
         super().exchanged(moving, deferred=deferred, told_to_end=told_to_end)
         if not moving:
-            self._todo = type(self._todo)(task for task in self._todo if not isinstance(task, ReleaseMembers))
+            self._owes_release = False
 
 
 class ForgetsWhatMembersBroughtLast(ClusterMachine):

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import re
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from outerstep import DiLoCoWorker
 from outerstep.errors import ConfigError, TransportError
 from outerstep.events import VersionPublished
 from outerstep.hierarchy import Cluster
+from outerstep.hierarchy import leader as leading
 from outerstep.server import DiLoCoServer
 from outerstep.wire.memory import MemoryTransport
 from support import (
@@ -64,6 +67,17 @@ def train(server: DiLoCoServer, cell: int, steps: int, **settings: Any) -> list[
 
 def cells(server: DiLoCoServer) -> list[float]:
     return server.get_global_params()["cells"].tolist()
+
+
+class Severable(MemoryTransport):
+    """A way to a server that can be cut."""
+
+    is_cut = False
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_cut:
+            raise TransportError("nothing passes here")
+        return super().call(*args, **kwargs)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
@@ -261,6 +275,34 @@ def test_a_cluster_that_is_stopped_with_a_bad_disk_offers_nothing(tmp_path: Path
         kill(server)
 
 
+def test_a_cluster_that_is_stopped_while_nobody_answers_above_leaves_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "DiLoCoWorker", partial(DiLoCoWorker, offline_after_s=0.5))
+    monkeypatch.setattr(leading, "EXIT_FACTOR", 0.5 / leading.EXIT_PATIENCE_S)
+    above = make_server(1, SUM)
+    settings = {**INSIDE, "codec": "fp32"}
+    east = make_server(1, settings, tmp_path)
+    way = Severable(above.service)
+    cluster = Cluster(east, "memory:1", "east", every=2, wait_s=0.2, transport=way, patience=EAGER).start()
+    train(east, 0, 24)
+    wait_until(lambda: cells(above)[0] > 0.0)
+    way.is_cut = True
+    train(east, 0, 24)
+    in_threads(cluster.stop)
+    assert cluster.describe().state in ("EXIT", "IDLE")
+    kill(east)
+
+    east = make_server(1, settings, tmp_path)
+    assert cells(above)[0] < 48.0, "it came to nothing that could be lost"
+    again = make_cluster(east, above, "east")
+    wait_until(lambda: again.describe().joined)
+    in_threads(again.stop)
+    assert cells(above) == cells(east) == [48.0, 0.0, 0.0, 0.0]
+    for server in (east, above):
+        kill(server)
+
+
 # --- other shapes -----------------------------------------------------------------------------------------------------
 
 
@@ -405,17 +447,6 @@ def test_members_that_do_not_wait_take_their_next_steps_without_what_was_agreed_
     assert [each[0] for each in seen] == [0.0, 0.0]
     assert cells(above) == [32.0, 32.0, 0.0, 0.0]
     kill(above)
-
-
-class Severable(MemoryTransport):
-    """A way to a server that can be cut."""
-
-    is_cut = False
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_cut:
-            raise TransportError("nothing passes here")
-        return super().call(*args, **kwargs)
 
 
 def steps_of_the_other(above: DiLoCoServer, *, wait_s: float, cut_at_first: bool = False) -> list[list[float]]:

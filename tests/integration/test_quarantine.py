@@ -219,7 +219,7 @@ def test_after_the_third_it_is_put_aside_and_an_operator_brings_it_back(
     contribute_to(server, clients[:2], [cells(1.0, 0.0)] * 2)  # nobody waits for it
     assert clients[2].poll().version == 2  # but it may look
     answer = clients[0].transport.call(Control(kind="pardon", worker_id="c"))
-    assert "clean sheet" in answer.done  # type: ignore[union-attr]
+    assert "clean slate" in answer.done  # type: ignore[union-attr]
     assert worker_facts(server, "c")["quarantine"] is None
     contribute_to(server, clients[::-1], [cells(1.0, 0.0)] * 3)  # this round would not wait for it yet
     contribute_to(server, clients, [cells(1.0, 0.0)] * 3)  # this one does

@@ -1,5 +1,5 @@
-"""How long to pause before the next attempt: twice as long each time, up to a limit, with jitter so that a crowd that
-failed together does not come back together."""
+"""Pauses before the next attempt: each twice as long as the last, up to a limit. Jitter keeps a crowd that failed
+together from retrying together."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ class Backoff:
 
     def pause_s(self, failures_before: int, rng: random.Random) -> float:
         return self.longest_pause_s(failures_before) * rng.uniform(0.5, 1.0)
+
+
+def jittered_s(pause_s: float, rng: random.Random, *, least: float = 0.5) -> float:
+    """uniform(least, 3/2) · pause: a pause that the other end has named, and may have named to a crowd. `least` = 1
+    if it must not be shorter."""
+    return pause_s * rng.uniform(least, 1.5)

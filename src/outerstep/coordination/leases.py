@@ -253,8 +253,8 @@ class LeaseTable:
             open_round[worker_id] = open_round.get(worker_id, NONE) | brought
             self._hands.pop(worker_id, None)
 
-    def accept_parts(self, fragment: int, version: int, places: Places) -> None:
-        """The contribution may hold a part of these. (Who gives nothing up need not know.)"""
+    def accept_parts(self, worker_id: str, fragment: int, version: int, places: Places) -> None:
+        """This worker's contribution may hold a part of these. (Who gives nothing up need not know.)"""
 
     def _note_brought(self, worker_id: str, units: int, now: float) -> None:
         self.shares.brought(worker_id, units, now)
@@ -551,7 +551,7 @@ class Leases:
             if table is not None:
                 table.accept(offer.worker_id, offer.fragment, version, trained.places, now)
                 if trained.begun:
-                    table.accept_parts(offer.fragment, version, trained.begun)
+                    table.accept_parts(offer.worker_id, offer.fragment, version, trained.begun)
 
     def closed(self, fragment: int, version: int, left_out: Iterable[str], fragments: int) -> list[Event]:
         without = set(left_out)

@@ -188,9 +188,13 @@ class SubLeaseTable(LeaseTable):
         """Only when nothing more can come from above."""
         return self.over_at >= 0.0 and super()._cut_back(worker_id, crowd)
 
-    def accept_parts(self, fragment: int, version: int, places: Places) -> None:
-        """If the round that makes this version does not close, they are brought again."""
-        self._begun[fragment, version] = self._begun.get((fragment, version), NONE) | Ranges(places)
+    def accept_parts(self, worker_id: str, fragment: int, version: int, places: Places) -> None:
+        """Of what this worker was leased; a unit that is torn is given up, and nobody tears those of others. (If the
+        round that makes this version does not close, they are brought again.)"""
+        self._hand_over(worker_id, Ranges(places) & self.unclaimed)
+        theirs = self.held.get(worker_id, NONE) | self.lapsed.get(worker_id, NONE) | self._covered_by(worker_id)
+        begun = Ranges(places) & theirs
+        self._begun[fragment, version] = self._begun.get((fragment, version), NONE) | begun
 
     def parts_in(self, versions: Mapping[int, int]) -> Ranges:
         """Places of which some fragment had a part in versions up to these, and that were not done by then."""

@@ -1,25 +1,25 @@
-"""What a leader needs of the layer below it, whatever that is made of: a server with its workers, or members alone.
+"""The two protocols between a leader and the layer below it: a server with its workers, or members without a server.
 
-A *leader* (leader.py) is a worker of the layer above. It knows the layer that it speaks for by these two protocols, and
-nothing of what is behind them:
+A *leader* (leader.py) is a worker of the layer above. It knows the layer below only through these protocols:
 
-    Below      what the leader asks for. From the leader's thread, unless it says otherwise
-    Hearing    what the leader is told. From any thread of the layer below; the leader never keeps that thread waiting
+    Below      what the leader calls, from its own thread unless a method says otherwise
+    Hearing    what the layer below calls, from any of its threads. The leader never blocks that thread
 
     below.begin(leader)                                       once
-        leader.began(T, is_new)                               T as it is now
-        leader.published(T of some names)                     every version since, whoever made it
-        leader.round_closed(fragment)                         a round, with members in it
-            below.hold(60.0)                                  from within, if the exchange above is due after it
-        leader.emptied()                                      nobody is left in the layer
+        leader.began(T, is_new)                               the current T
+        leader.published(T of some names)                     every later version, whoever made it
+        leader.round_closed(fragment)                         a round in which members took part
+            below.hold(60.0)                                  inside that call, if an exchange above comes next
+        leader.emptied()                                      the last member has left
     below.keep(record)                                        before each offer and before each move
     below.move(serial, [0, 1], moved)                         T′ = moved(T), between two rounds
-    below.release()                                           members go on
+    below.release()                                           members continue
 
-Two things must be durable in the layer below, each for as long as the layer itself: the *record* (the leader's state:
-its worker's, S and B) and with each version the *serial number* of the last move from above that is in it. A server has
-them in its run's folder; members without a server hold both, each of them. Whoever leads next begins with `kept` and
-`moves_known`: a move that the layer knows by its serial number is in T, any other is made again.
+Two things must be durable in the layer below for as long as the layer exists. One is the *record*: the leader's state,
+which is its worker's state, S and B. The other is the *serial number* of the last move from above that each version
+contains. A server stores both in its run's folder. Where there is no server, every member holds both. The next leader
+starts from `kept` and `moves_known`: if the layer knows the serial number of a move, T contains that move; otherwise
+the move is repeated.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from ..types import Manifest
 
 
 class NotKept(OuterstepError):
-    """The layer below cannot hold the leader's record: nothing may be offered, and nothing moved."""
+    """The layer below cannot store the leader's record, so nothing may be offered or moved."""
 
 
 class Hearing(Protocol):
     """A leader, as the layer below sees it."""
 
     def began(self, target: Mapping[str, Tensor], *, is_new: bool, versions: Mapping[int, int] | None = None) -> None:
-        """T by name, copied before this returns; `Below.manifest` and `.fragments` are known from now on. `is_new`: the
-        layer's own run begins with it: what members learn from now on is to go up. `versions`: of which it is, by
-        fragment."""
+        """T by name. It is copied before this returns. `Below.manifest` and `.fragments` are known from now on.
+        `is_new`: the layer's own run starts with this T, so everything that members learn from now on goes up.
+        `versions`: the version of each fragment."""
 
     def cannot(self, why: str) -> None:
-        """This layer can have no layer above; said instead of `began`."""
+        """This layer cannot have a layer above. Called instead of `began`."""
 
     def published(self, target: Mapping[str, Tensor], versions: Mapping[int, int] | None = None) -> None:
-        """There is a new version of these tensors, copied before this returns. `versions`: which, by fragment."""
+        """These tensors have a new version. They are copied before this returns. `versions`: by fragment."""
 
     def round_closed(self, fragment: int = 0) -> None:
-        """With members in it. (Not told of versions that came from above.) Rounds of the first fragment are the steps
-        of the worker above; those are told of before any member can know of the version: `hold` from within keeps it
-        from them."""
+        """A round with members in it has closed. (A version that came from above is no round.) Rounds of the first
+        fragment are the steps of the worker above. For these, the call comes before any member can learn of the new
+        version, so `hold` inside the call keeps the version from the members."""
 
     def emptied(self) -> None:
         """The last member has left."""
@@ -69,73 +69,76 @@ class LeasesBelow(Protocol):
     leases: LayerLeases
 
     def change(self, change: Callable[[float, Collection[str]], bool]) -> None:
-        """With the tables to itself: `change(now, members that are here)`, which says whether they must be recorded."""
+        """Call `change(now, live members)` with exclusive access to the tables. It returns True if they must be
+        recorded."""
 
 
 class Below(Protocol):
     """The layer below, as its leader sees it."""
 
     record_may_be_old: bool
-    """May `kept` be an earlier record than the last one, with T as it was then? A server's folder has both as they were
-    last; a job may be restarted from states that it saved long before."""
+    """Can `kept` return an older record than the last one, with T of the same time? A server's folder has the last of
+    both. A job can be restarted from states that it saved long ago."""
 
     @property
     def data(self) -> LeasesBelow | None:
-        """What leases data to the members; None: nothing does."""
+        """The tables that lease data to the members. None: there are none."""
 
     @property
     def terms(self) -> LayerTerms:
-        """What is compared with the terms of the layer above. Known from the beginning."""
+        """This layer's terms, to be compared with those of the layer above. Known from the start."""
 
     @property
     def manifest(self) -> Manifest:
-        """Of what is trained."""
+        """The manifest of the trained model."""
 
     @property
     def fragments(self) -> Sequence[Collection[str]]:
-        """Names, by fragment of the layer below. (The layer above has its own.)"""
+        """The tensor names of each fragment of the layer below. (The layer above has its own fragments.)"""
 
     def begin(self, leader: Hearing) -> None:
-        """Tell this leader of everything that happens from now on. Called once, from any thread."""
+        """Report everything that happens from now on to this leader. Called once, from any thread."""
 
     def keep(self, record: Mapping[str, Any]) -> None:
-        """Durable in the layer below when this returns: plain values and tensors, nested. The tensors are live, so they
-        are copied or written before it returns. Raises NotKept if it could not; the leader tries again."""
+        """Store the record, nested plain values and tensors. It is durable when this returns. The tensors are live, so
+        they are copied or written first. Raises NotKept if that fails; the leader retries."""
 
     def kept(self) -> dict[str, Any] | None:
-        """The last record that was kept, by whoever led then. None: there is none."""
+        """The last stored record, whichever leader stored it. None: there is no record."""
 
     def moves_known(self) -> dict[int, int]:
-        """By fragment of the layer below: the serial number of the last move from above that is in T; 0 = none."""
+        """The serial number of the last move from above in T, for each fragment of the layer below. 0: no move."""
 
     def joined(self, *, overtaken: bool) -> None:
-        """The cluster has joined the layer above. `overtaken`: that has later contributions than the record knows of. T
-        is given up for what was agreed; steps that members hold and have not sent may be in those contributions."""
+        """The cluster has joined the layer above. `overtaken`: the layer above has later contributions than the record
+        shows. The cluster drops T and takes the agreement; those contributions may contain steps that members still
+        hold and have not sent."""
 
     def move(
         self, serial: int, fragments: Collection[int], moved: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     ) -> None:
-        """T′ = moved(T) of these fragments, between two rounds, as a version of its own with this serial number.
-        Returns when that is durable and every member may know; raises OuterstepError if it never will be."""
+        """Set T′ = moved(T) in these fragments, between two rounds, as a version of its own with this serial number.
+        Returns when the version is durable and every member may learn of it. Raises OuterstepError if that is
+        impossible."""
 
     def version(self) -> int:
-        """Of the first fragment: the newest that `published` told of."""
+        """The newest version of the first fragment that `published` reported."""
 
     def rounds_since(self, version: int) -> int:
-        """How many rounds of the first fragment, with members in them, made the versions after this one."""
+        """How many of the later versions of the first fragment came from rounds with members in them."""
 
     def done(self) -> ClaimedWork:
-        """Steps, samples and tokens of those who took part in rounds since `begin`."""
+        """Steps, samples and tokens of the members that took part in rounds since `begin`."""
 
     def hold(self, limit_s: float) -> None:
-        """Members are not told of the version that was just made until `release`, or until this much time has passed:
-        what comes from above follows it. From within `round_closed`."""
+        """Keep the newest version from the members until `release`, or until this much time has passed: a version from
+        above follows it. Called inside `round_closed`."""
 
     def release(self) -> None:
-        """Nothing comes from above for now. May be said without a `hold`."""
+        """No version from above is coming for now. Allowed without a `hold`."""
 
     def name_leader(self, name: str) -> None:
-        """An order of the layer above: this member is to lead, if it can. A server is led by itself."""
+        """Carry out an order of the layer above: this member should lead if it can. A server always leads itself."""
 
     def shut_down(self, reason: str) -> None:
-        """The run above has ended: so does this one."""
+        """End this run, because the run above has ended."""

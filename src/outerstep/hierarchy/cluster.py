@@ -1,4 +1,4 @@
-"""A cluster: a server and its workers that together are one worker of the layer above.
+"""A cluster: a server and its workers, which together act as one worker of the layer above.
 
     with (
         DiLoCoServer(…, outer_lr=1.0, outer_momentum=0.0) as server,
@@ -6,8 +6,9 @@
     ):
         server.wait()
 
-The server *is* the cluster's leader: it alone speaks to the layer above, from a thread of its own (leader.py). Its
-workers need not know. If it is restarted, the cluster resumes from the record in its run's folder (server_below.py).
+The server *is* the cluster's leader. Only the server talks to the layer above, from a separate thread (leader.py). Its
+workers need not know about that layer. After a restart of the server, the cluster resumes from the record in the run's
+folder (server_below.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .ways_up import addresses
 
 
 class Cluster(Leader):
-    """Started before its server's first worker joins, and stopped before the server is."""
+    """The leader of a server's cluster. Start it before the first worker joins; stop it before the server stops."""
 
     def __init__(
         self,
@@ -39,8 +40,8 @@ class Cluster(Leader):
         inner_momentum: bool = False,
         **settings: Any,
     ) -> None:
-        """Settings: those of `Leader`. `relay`: pass bytes on for other clusters, to the same layer above.
-        `inner_momentum`: insist on an outer_momentum of the server's above 0, for a run above that has none."""
+        """`settings`: those of `Leader`. `relay`: forward the bytes of other clusters to the same layer above.
+        `inner_momentum`: allow the server an outer_momentum above 0, for a run above that has none."""
         server.expect_layer_above()
         below = ServerBelow(server)
         check_inner_momentum(below.terms.momentum, server.config.outer_optimizer, insists=inner_momentum)

@@ -1,28 +1,30 @@
-"""The leader of a cluster: the thread that is a worker of the layer above. What it does next is decided in
-coordination/layers/machine.py; here it is carried out, on tensors and sockets.
+"""The leader of a cluster: the thread that is a worker of the layer above. coordination/layers/machine.py decides what
+the leader does next; this file carries it out on tensors and sockets.
 
-To the layer above, the cluster is a worker like any other, and this thread trains it: its model is a copy of T, its
-steps are the cluster's rounds (shadow.py has the arithmetic, docs/concepts/hierarchy.md the picture). What the cluster
-is made of the leader does not know (below.py).
+To the layer above, the cluster is an ordinary worker, and this thread trains it. The model is a copy of T, and a step
+is a round of the cluster (shadow.py has the arithmetic, docs/concepts/hierarchy.md the picture). The leader does not
+know what the cluster is made of (below.py).
 
-The rounds below can go on without it: a contribution to the layer above is a copy, and what is agreed there enters as
-a version of its own between two rounds. For their own good members wait for it, up to a limit: the round after which
-the cluster exchanges is told to them together with what comes of that, so that they take their next steps from there.
+The rounds below can continue without the leader: a contribution to the layer above is a copy, and an agreement of that
+layer enters as a version of its own between two rounds. It pays for members to wait for that version, up to a limit.
+So they learn of the round that precedes an exchange only together with the agreement of that exchange, and take their
+next steps from there.
 
-Before each offer and before each move from above the layer below keeps the leader's record:
+Before each offer and before each move from above, the layer below stores the leader's record:
 
     worker     the worker's state
     shadow     S
-    before     B, where it differs from S: a move that is under way
+    before     B, where it differs from S: the move in progress
     serial     the number of that move, or of the next one
-    moved      by fragment: the last move that is in T
-    version    of the layer below
-    data       of the leases above (coordination/layers/sub_leasing.py), and which versions of the layer below are in
-               what was sent
-    rounds     up to that version that are no steps of the worker above yet
+    moved      the last move in T, by fragment
+    version    the version of the layer below
+    data       the leases from above (coordination/layers/sub_leasing.py), and which versions of the layer below the
+               last contribution contains
+    rounds     how many rounds up to that version are not steps of the worker above yet
 
-Whoever leads next resumes from it as a worker does. A move that the layer below knows by its serial number is in T; any
-other is made again. So a contribution counts once and an agreement moves T once, whenever the leader dies.
+The next leader resumes from the record as a worker does. If the layer below knows the serial number of a move, T
+contains that move; otherwise the leader repeats it. So a contribution counts once and an agreement moves T once,
+whenever a leader dies.
 """
 
 from __future__ import annotations
@@ -90,20 +92,21 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.5
 NEVER = 1 << 30
 MEANWHILE = {
-    True: "nothing is sent up until that works",
-    False: "its own rounds go on without the layer above",
+    True: "it sends nothing up until this succeeds",
+    False: "its own rounds continue without the layer above",
 }
 EXIT_PATIENCE_S = 60.0
-LARGEST = 1e30  # of a weight; the sum of a few of them is still a number
+EXIT_FACTOR = 0.5  # a cluster that stops loses nothing if nobody answers: the record has what it has sent
+LARGEST = 1e30  # the largest weight; a sum of a few of them is still finite
 WAIT_S = 60.0
 
 
 class Leader:
-    """`above`: the address or join string of the server above, or several, with commas between, where it may have been
-    moved to. `via`: servers that relay to it (wire/relay.py). `name`: of this cluster there, for as long as the run
-    lasts. `every`: rounds of this cluster between two exchanges up there; None = as that run's plan says. `wait_s`: how
-    long members wait for an exchange up there before they take their next steps; 0 = not at all; None = 60, or as long
-    as the run there gives a round."""
+    """The thread that speaks for a cluster. `above`: the address or join string of the server above, or several of
+    them, separated by commas, if that server may move. `via`: servers that relay to it (wire/relay.py). `name`: this
+    cluster's name there, for the whole run. `every`: rounds of this cluster between two exchanges above; None = as the
+    plan above says. `wait_s`: how long members wait for an exchange above before their next steps; 0 = not at all;
+    None = 60, or as long as the run above gives a round."""
 
     def __init__(
         self,
@@ -120,25 +123,26 @@ class Leader:
         facts: Callable[[], MemberFacts] = MemberFacts,
         hostname: str | None = None,
     ) -> None:
-        """`transport`, `patience`: another way up than HTTP, for tests. `facts`: what is told of the cluster there.
-        `hostname`: where it speaks from; None = it may be led from any of its machines, so that one of them fences the
-        other. (A name that is in use on another host is refused for as long as the server above hears from there.)"""
+        """`transport`, `patience`: replace HTTP, for tests. `facts`: what the cluster reports about itself.
+        `hostname`: the host that the cluster speaks from; None = any of its machines may lead, and the next leader
+        fences the last. (The server above refuses a name that is in use on another host while it hears from that
+        host.)"""
         self._facts, self._hostname = facts, hostname or name
         self.below, self.name = below, name
         self._above, self._every, self._credentials, self._transport = above, every, credentials, transport
         self._via = tuple(via)
         self._patience = patience or Patience(give_up_after_s=float(NEVER))
-        self._news = threading.Condition()  # the machine is asked and told under it
+        self._news = threading.Condition()  # guards the machine
         self._follows_wait = wait_s is None
         self.machine = ClusterMachine(WAIT_S if wait_s is None else wait_s)
         self._pace = RoundPace()
-        self._counted = NOTHING  # what the members had done at the last of their rounds that are steps of the worker
-        self._saved: dict[str, Any] | None = None  # the record that was read
-        self._ways: WaysUp | None = None  # where there are several
-        self._warnings: list[str] = []  # what is wrong between this layer and the one above
-        self._planned_leader: str | None = None  # by the last plan that was looked at
-        self._is_awaited = True  # members may wait until it has joined, or found nobody
-        self._is_silent = False  # it has stood down
+        self._counted = NOTHING  # the members' work up to the last round that is a step of the worker
+        self._saved: dict[str, Any] | None = None  # the record, after it was read
+        self._ways: WaysUp | None = None  # if there are several
+        self._warnings: list[str] = []  # contradictions between this layer and the one above
+        self._planned_leader: str | None = None  # as the last plan named it
+        self._is_awaited = True  # members may wait until the leader has joined, or has failed to
+        self._is_silent = False  # the leader has stood down
         self._shadow: Shadow | None = None
         self._is_new = False  # the layer's run began with this leader
         self._worker: DiLoCoWorker | None = None
@@ -159,15 +163,15 @@ class Leader:
         return self
 
     def stop(self) -> None:
-        """Contribute what is left, take over what is agreed, leave the layer above. Before the layer below stops."""
+        """Contribute the rest, adopt the agreement, leave the layer above. Call this before the layer below stops."""
         with self._news:
             self.machine.stop()
             self._news.notify_all()
         self._thread.join()
 
     def stand_down(self, why: str) -> None:
-        """Another process leads from now on: say nothing more, not even goodbye, for the cluster stays. What may have
-        been sent is in the record, where that one finds it."""
+        """Fall silent, because another process leads from now on. Do not even leave: the cluster stays. The new leader
+        finds in the record what may have been sent."""
         with self._news:
             self._is_silent = True
             if self._topology is not None:
@@ -176,21 +180,21 @@ class Leader:
 
     @property
     def is_at_rest(self) -> bool:
-        """It has joined the layer above, and nothing is under way."""
+        """The cluster has joined the layer above, and no exchange is in progress."""
         return self.machine.is_idle
 
     @property
     def failure(self) -> str:
-        """Why the cluster is on its own; "" = it is not."""
+        """Why the cluster has lost the layer above. "" = it has not."""
         return self.machine.failure
 
     @property
     def worker(self) -> DiLoCoWorker | None:
-        """What the cluster is to the layer above; None before it has joined."""
+        """The worker that the layer above sees. None until the cluster has joined."""
         return self._worker
 
     def describe(self) -> AboveStatus:
-        """For the cluster's status."""
+        """What the cluster's status shows about the layer above."""
         worker = self._worker
         facts: dict[str, Any] = worker.sync_metrics if worker is not None else {}
         return AboveStatus(
@@ -261,7 +265,8 @@ class Leader:
             self._topology.close()
 
     def _carry_out(self, task: ClusterTask) -> None:
-        """And report it. What goes wrong is the cluster's loss of the layer above at worst: its own run must go on."""
+        """Carry out the task and report the result. At worst an error costs the cluster the layer above: its own run
+        must continue."""
         try:
             self._do(task)
         except (Fenced, Kicked, ConfigError, MoveRefused) as error:
@@ -280,7 +285,7 @@ class Leader:
         self.below.release()
 
     def _lose(self, task: ClusterTask, why: str) -> None:
-        """What cannot be done at the very end is not tried again."""
+        """Go on alone. A last task that failed is not retried."""
         if isinstance(task, GoAlone):
             with self._news:
                 self.machine.failed(why)
@@ -293,7 +298,7 @@ class Leader:
             self._news.notify_all()
 
     def _do(self, task: ClusterTask) -> None:
-        """Reports only once it is carried out."""
+        """Carry out the task, then report it."""
         machine, shadow = self.machine, self._shadow
         match task:
             case JoinAbove(resumes):
@@ -328,7 +333,7 @@ class Leader:
             case ReleaseMembers():
                 self._release()
             case EndBelow():
-                log.warning("the layer above has told cluster %s to finish: its workers are told so too", self.name)
+                log.warning("the layer above has told cluster %s to finish: its workers will finish, too", self.name)
                 self.below.shut_down("the layer above has ended its run")
             case Rest(seconds):
                 with self._news:
@@ -337,7 +342,7 @@ class Leader:
                 if self._is_silent:
                     log.warning("cluster %s is led by another process now: %s", self.name, why)
                 else:
-                    log.error("cluster %s goes on alone, without the layer above: %s", self.name, why)
+                    log.error("cluster %s continues alone, without the layer above: %s", self.name, why)
                 self._end_leasing()
                 if self._worker is not None:
                     self._worker.abandon(why)
@@ -349,7 +354,7 @@ class Leader:
     # --- up ----------------------------------------------------------------------------------------------------------
 
     def _join(self, *, resumes: bool) -> bool:
-        """Says whether contributions in the record may be counted, or not."""
+        """Join the layer above. True: the record holds contributions that may or may not have been counted."""
         shadow = self._shadow
         assert shadow is not None
         topology = self._connect()
@@ -369,28 +374,28 @@ class Leader:
             handle_signals=False,
             stalled_after_s=0.0,
             offline_rounds=NEVER,
-            fragment_carry=True,  # what the members do while an agreement is under way is theirs
+            fragment_carry=True,  # members keep the steps that they take while an agreement is in progress
             exit_patience_s=EXIT_PATIENCE_S,
         )
         worker.on_sent, worker.describe_units = self._sent, self._describe
         saved, has_record = self._saved["worker"] if self._saved is not None else None, self._saved is not None
         was_here, gives_up = saved is not None, saved is not None and not resumes
         if gives_up:
-            log.warning("the cluster's run is not where it was: it begins with what the layer above has agreed on")
+            log.warning("the cluster's run does not match its record: it starts from the agreement of the layer above")
             saved = None
         if saved is not None:
             worker.load_state_dict(saved)
-        is_first = has_record and not gives_up and saved is None  # as far as the record knows
+        is_first = has_record and not gives_up and saved is None  # according to the record
         worker.start()
         if not was_here:
             self._check_patience(worker, topology)
-        self._worker, self._saved = worker, None  # from here on what it sends is written down with its state
+        self._worker, self._saved = worker, None  # from here on the record contains what the worker sends
         overtaken = set(topology.overtaken)
         if is_first and self.below.record_may_be_old and topology.has_contributed:
             overtaken = set(range(len(worker.plan.fragments)))
         for fragment in overtaken:
             log.warning(
-                "what this cluster sent last was recorded by nobody that is left: it goes on from the agreement"
+                "no remaining member recorded the cluster's last contribution: the cluster resumes from the agreement"
             )
             shadow.forget(worker.plan.fragments[fragment])
         if gives_up or overtaken or not (has_record or self._is_new):
@@ -404,8 +409,8 @@ class Leader:
     # --- data --------------------------------------------------------------------------------------------------------
 
     def _with_data(self, act: Callable[[SubLeasing], object]) -> None:
-        """With the cluster's lease tables to itself. Not with `_news` held: the layer below holds the tables when it
-        tells its news."""
+        """Act with exclusive access to the cluster's lease tables. Never call this with `_news` held: the layer below
+        holds the tables when it reports to the leader."""
         below, data = self.below.data, self._data
         if below is None or data is None:
             return
@@ -418,7 +423,7 @@ class Leader:
         below.change(change)
 
     def _lease(self, worker: DiLoCoWorker) -> None:
-        """From now on the layer above is asked for what members train."""
+        """Start to lease data from the layer above for the members."""
         state = worker.machine_state
         self._with_data(lambda data: data.exchanged(state))
         below, data = self.below.data, self._data
@@ -432,7 +437,7 @@ class Leader:
         return topology.lease(request)
 
     def _end_leasing(self) -> None:
-        """Before it leaves the layer above."""
+        """Stop leasing. The cluster is about to leave the layer above."""
         if self._lease_thread is not None:
             self._lease_thread.end()
 
@@ -442,15 +447,16 @@ class Leader:
         return tuple(found)
 
     def _check_patience(self, worker: DiLoCoWorker, topology: UpwardTopology) -> None:
-        """Before anything says that this cluster was in the run above: once it was, a contradiction is warned of."""
+        """Refuse contradictory patience before the cluster's first join is recorded. A later contradiction is a
+        warning."""
         try:
             check_patience(self.below.terms, topology.terms_above(worker.plan))
         except ConfigError as error:
-            worker.abandon(str(error))  # nobody above is to wait for it
+            worker.abandon(str(error))  # the layer above must not wait for it
             raise
 
     def _compare(self, plan: Plan) -> None:
-        """This layer's terms with those that the one above has told: what is wrong is said when it is new."""
+        """Compare this layer's terms with those of the layer above. Log each contradiction once."""
         assert self._topology is not None
         above = self._topology.terms_above(plan)
         if self._follows_wait:
@@ -462,7 +468,7 @@ class Leader:
         self._warnings = found
 
     def _connect(self) -> UpwardTopology:
-        if self._topology is not None and self._transport is None:  # of an attempt to join that failed
+        if self._topology is not None and self._transport is None:  # left over from a failed attempt to join
             self._topology.close()
         transport = self._transport or transport_up(
             self._above,
@@ -481,12 +487,13 @@ class Leader:
                 patience=self._patience,
                 memory=Memory(KEPT),
                 facts=self._tell,
+                exit_factor=EXIT_FACTOR,
             )
 
         return UpwardTopology(make, transport, self.below.manifest, lambda: self._pace.per_s)
 
     def _tell(self) -> MemberFacts:
-        """What the layer above hears of this cluster."""
+        """What the cluster reports to the layer above."""
         facts = self._facts()
         if self._ways is None:
             return facts
@@ -518,9 +525,9 @@ class Leader:
             self.machine.exchanged(self._moving(), deferred=facts["offline_exchanges"], told_to_end=told_to_end)
 
     def _obey(self, worker: DiLoCoWorker) -> None:
-        """Which way to send: as the plan says, if it says anything. Who is to lead: an operator's word, or a plan that
-        names another than the one before. (The one that this process found when it joined may be older than its own
-        choice.)"""
+        """Follow the plan and the operator. The plan may name the way to send. A new leader is named by an operator, or
+        by a plan whose choice differs from the last plan's. (The plan that this process found at its join may be older
+        than the choice of this process as leader.)"""
         assert self._topology is not None
         mine = next((each for each in worker.plan.assignments or () if each.cluster == self.name), None)
         if self._ways is not None:
@@ -530,11 +537,12 @@ class Leader:
             is_new = self._planned_leader is not None and mine.leader != self._planned_leader
             named, self._planned_leader = named or (mine.leader if is_new else ""), mine.leader
         if named:
-            log.warning("cluster %s is to be led by %s", self.name, printable(named))
+            log.warning("cluster %s was told that %s must lead it", self.name, printable(named))
             self.below.name_leader(named)
 
     def _step(self, worker: DiLoCoWorker, rounds: int) -> None:
-        """So many rounds have closed since the last look. However many: what they did goes up at once."""
+        """Take one step for each round that has closed since the last look, up to the first exchange: it sends all of
+        them."""
         assert self._topology is not None
         begun = self._topology.begun
         for _ in range(rounds):
@@ -543,13 +551,13 @@ class Leader:
                 return
 
     def _has_rest(self, worker: DiLoCoWorker) -> bool:
-        """Is S anywhere else than Θ?"""
+        """Does S differ from Θ?"""
         assert self._shadow is not None
         agreed = worker.state_dict()["anchors"]
         return any(not torch.equal(s.detach(), agreed[name].to(s.dtype)) for name, s in self._shadow.tensors.items())
 
     def _sent(self) -> None:
-        """A contribution is ready to be offered, in the middle of an exchange: first its record is kept."""
+        """Store the record of a contribution that is ready, in the middle of an exchange, before it is offered."""
         with self._news:
             self.machine.sent()
         withdrawn = False
@@ -563,7 +571,7 @@ class Leader:
             raise NotKept(self.machine.failure)
 
     def _count(self, worker: DiLoCoWorker) -> None:
-        """What the members have done, as far as rounds have taken it in."""
+        """Count the members' work in closed rounds."""
         assert self._topology is not None
         before, done = self._counted, self.below.done()
         self._topology.steps_taken, self._counted = int(done.steps), done
@@ -572,15 +580,15 @@ class Leader:
     # --- down --------------------------------------------------------------------------------------------------------
 
     def _moving(self) -> list[int]:
-        """The fragments of the layer below in which S ≠ B. Raises MoveRefused before any record says so if S is nothing
-        that a model can hold: it would stop whoever takes it over."""
+        """The fragments of the layer below in which S ≠ B. Raises MoveRefused, before any record contains S, if a model
+        cannot hold S: it would stop every later leader."""
         shadow = self._shadow
         assert shadow is not None
         moved = {fragment: shadow.moved_names(names) for fragment, names in enumerate(self.below.fragments)}
         for name in (name for names in moved.values() for name in names):
             if not bool((shadow.tensors[name].abs() <= LARGEST).all()):
                 raise MoveRefused(
-                    f"what came from the layer above must be numbers, got NaN, Inf or absurd ones in {name!r}"
+                    f"values from the layer above must be finite and at most {LARGEST:g}, got others in {name!r}"
                 )
         return [fragment for fragment, names in moved.items() if names]
 
@@ -602,7 +610,7 @@ class Leader:
     def _write(self) -> None:
         shadow, worker, machine = self._shadow, self._worker, self.machine
         assert shadow is not None
-        version = self.below.version()  # before the rounds are: rather one of them too many than one too few
+        version = self.below.version()  # read before the rounds: one round too many does less harm than one too few
         versions, leased = dict(shadow.versions), dict[str, Any]()
         self._with_data(lambda data: leased.update(data.state()))
         self.below.keep(
@@ -623,7 +631,7 @@ class Leader:
         shadow, saved = self._shadow, self.below.kept()
         assert shadow is not None
         if saved is not None and saved["shadow"].keys() != set(shadow.names):
-            log.warning("the cluster's record is of another model: it begins with what the layer above has agreed on")
+            log.warning("the cluster's record is of another model: it starts from the agreement of the layer above")
             saved = None
         self._saved, facts = saved, None
         if saved is not None:
@@ -647,6 +655,6 @@ class Leader:
         if saved.get("data"):
             self._with_data(lambda data: data.load_state(saved["data"]))
             shadow.versions = dict(self._data.versions) if self._data is not None else {}
-        with self._news:  # what closes from here on is told afterwards: rather one of them too many than one too few
+        with self._news:  # later rounds are reported later: one too many does less harm than one too few
             rounds = saved.get("rounds", 0) + self.below.rounds_since(saved["version"])
             self.machine.restored(self._moving(), rounds=rounds)

@@ -1,5 +1,5 @@
-"""A thread that asks the layer above for the data that a cluster leases to its members. What to ask for, and what comes
-of the answer, is decided in coordination/layers/sub_leasing.py; the tables are those of the cluster's server.
+"""The thread that leases data from the layer above for a cluster's members. coordination/layers/sub_leasing.py decides
+what to request and what to do with the answer. The tables belong to the cluster's server.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ AFTER_TROUBLE_S = 5.0
 PASSING = (Busy, ServerError, Superseded, UnknownWorker)  # the next request may be answered
 
 Change = Callable[[float, Collection[str]], bool]
-"""At this time, with these members here; says whether the tables must be recorded."""
+"""(now, live members) → must the tables be recorded?"""
 
 
 class LeaseThread:
-    """`change_leases`: calls what it is given with the tables to itself. `ask`: the layer above; waits for the
-    answer."""
+    """The thread. `change_leases` calls its argument with exclusive access to the tables. `ask` sends a request to the
+    layer above and waits for the answer."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class LeaseThread:
     ) -> None:
         self._machine, self._change, self._ask = machine, change_leases, ask
         self._ended = threading.Event()
-        self._said: dict[str, str] = {}  # by dataset, what has gone wrong and is in the log
+        self._said: dict[str, str] = {}  # by dataset: the last error that was logged
         self._thread = threading.Thread(target=self._live, name="outerstep-leases-above", daemon=True)
 
     def start(self) -> LeaseThread:
@@ -58,7 +58,7 @@ class LeaseThread:
                 for request in due:
                     self._lease(request)
             except Exception:
-                log.exception("the cluster leases nothing from the layer above for now")
+                log.exception("the cluster cannot lease data from the layer above for now")
                 self._ended.wait(AFTER_TROUBLE_S)
 
     def _lease(self, request: LeaseRequest) -> None:

@@ -1,11 +1,11 @@
-"""Members without a server as the layer below a leader: replicas that meet by torchft, or ranks of an all-reduce job.
-One of them leads. What must survive it they hold themselves (topology/leadership.py).
+"""The layer below a leader, made of members without a server: torchft replicas, or ranks of an all-reduce job.
+One of the members leads. All of them hold what must survive the leader (topology/leadership.py).
 
-torchft      Every replica holds the record, and each move from above is brought to all at a quorum of its own. If the
-             leader dies, the next quorum chooses another replica: it joins the layer above under the cluster's name,
-             which fences the old leader, settles what was under way, and goes on.
-all-reduce   Rank 0 leads; a rank that dies ends the job. The record is part of rank 0's saved state, so a job that
-             is restarted from its states does what a successor does.
+torchft      Every replica holds the record, and each move from above reaches all replicas at a separate quorum. If the
+             leader dies, the next quorum chooses another replica. It joins the layer above under the cluster's name,
+             which fences the old leader, settles the contributions in flight, and continues.
+all-reduce   Rank 0 leads, and the job ends if a rank dies. The record is part of rank 0's saved state, so a job that
+             restarts from its states does what a new leader does.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .state_file import pack, unpack
 
 log = logging.getLogger(__name__)
 
-RECORD, DONE = "record", "done"  # the leader's own; and how far the cluster was
+RECORD, DONE = "record", "done"  # the leader's own record, and the cluster's progress
 
 
 class MembersBelow:
-    """(`Below`.) Of one term: a replica that is chosen again begins with another."""
+    """(`Below`.) For one term of leadership: a replica that is chosen again starts another term."""
 
     @property
     def data(self) -> None:
-        """Members lease from the table that they hold together."""
+        """None: members lease from the table that they share."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class MembersBelow:
         self._target, self._is_new = target, is_new
         self._record = members.record
         self._since = self._part
-        self.record_may_be_old = leadership.resumes  # it is from a state that a script has saved
+        self.record_may_be_old = leadership.resumes  # the record may come from a state that a script saved
 
     @property
     def _part(self) -> ClusterPart:
@@ -104,7 +104,7 @@ class MembersBelow:
             raise NotKept(str(error)) from error
 
     def version(self) -> int:
-        """In rounds: only those are counted from it."""
+        """Counted in rounds, because `rounds_since` is its only use."""
         return self._part.rounds
 
     def rounds_since(self, version: int) -> int:
@@ -122,7 +122,7 @@ class MembersBelow:
 
     def name_leader(self, name: str) -> None:
         if self._leadership.keeps_here:
-            log.warning("rank 0 leads an all-reduce job: nothing comes of the order to let another lead")
+            log.warning("rank 0 always leads an all-reduce job: the order to let another rank lead is ignored")
             return
         self._leadership.name(self._term, name)
 
@@ -130,8 +130,8 @@ class MembersBelow:
         self._leadership.shut_down(self._term, reason)
 
     def facts(self) -> MemberFacts:
-        """What the leader tells the layer above of this cluster: what its members said when they met last, within the
-        bounds of the message."""
+        """What the leader reports to the layer above: what members said at their last meeting, within the bounds of
+        the message."""
         offers, part = sorted(self._members.offers, key=lambda offer: offer.worker_id), self._part
         spoken = [{one[:LONGEST_KIND] for one in offer.backends} for offer in offers]
         common = set.intersection(*spoken) if spoken else set[str]()
@@ -163,7 +163,8 @@ def as_cluster(
     terms: LayerTerms,
     any_may_lead: bool = True,
 ) -> ClusterSettings:
-    """What makes members without a server one worker of the server `above`. `any_may_lead`: all measure their lines."""
+    """The settings that make members without a server one worker of the server `above`. `any_may_lead`: every member
+    measures its line."""
 
     probe = ReachProbe(above, credentials) if any_may_lead else None
 

@@ -1,4 +1,4 @@
-"""The way up: no contribution is offered to the layer above before the cluster's own disk holds it."""
+"""The topology above a cluster: it holds each offer back until the layer below has stored the leader's record."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ..wire.transport import Transport
 
 
 class HeldOffers:
-    """A transport that lets offers pass only while it is `open`. `refusal`: what is held fails like this instead.
-    `is_silent`: nothing passes any more, a join least of all: it would fence whoever speaks for the cluster now."""
+    """A transport that passes offers only while it is `open`. `refusal`: the error with which held offers fail instead.
+    `is_silent`: nothing passes any more. A join from here would fence the process that now speaks for the cluster."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -60,8 +60,8 @@ class HeldOffers:
 
 
 class UpwardTopology:
-    """A server topology whose contributions say how many steps the cluster's members took for them, and are held back
-    until `let_go`. (To the worker's machine a step is a round of the cluster.)"""
+    """A server topology for a cluster. Each contribution carries the steps that the cluster's members took for it, and
+    waits for `let_go`. (To the worker's machine, a step is a round of the cluster.)"""
 
     def __init__(
         self,
@@ -70,56 +70,56 @@ class UpwardTopology:
         manifest: Manifest,
         rounds_per_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`manifest`: of the cluster's run, which knows what its members' model is beside the copy that is sent.
-        `rounds_per_s`: how fast its members are, 0 = not known."""
+        """`manifest`: that of the cluster's run, which describes the members' whole model and not only the copy that is
+        sent. `rounds_per_s`: the members' speed; 0 = unknown."""
         self._rounds_per_s = rounds_per_s
         self._held = HeldOffers(transport)
         self._server = make(self._held)
         self.begun = 0  # contributions
-        self.steps_taken = 0  # by the members, since this process began
-        self._counted: dict[int, int] = {}  # of those, by fragment: in an agreement that we hold
-        self._sent: dict[int, int] = {}  # or in the last contribution
+        self.steps_taken = 0  # by the members, since this process started
+        self._counted: dict[int, int] = {}  # by fragment: how many of them are in an agreement that we hold
+        self._sent: dict[int, int] = {}  # by fragment: how many of them are in the last contribution
         server = self._server
         self._manifest = manifest
         self.catch_up, self.reopen, self.lease = server.catch_up, server.reopen, server.lease
         self.state_dict, self.load_state_dict = server.state_dict, server.load_state_dict
         self.close = server.close
-        self.told_to_end = ""  # why
-        self.named = ""  # who is to lead the cluster, by an operator's order
+        self.told_to_end = ""  # the reason
+        self.named = ""  # the leader that an operator has named
 
     def join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         return self._server.join(self._manifest, wishes)
 
     @property
     def overtaken(self) -> frozenset[int]:
-        """Fragments of which the layer above has later contributions than the state that was loaded."""
+        """Fragments for which the layer above has later contributions than the loaded state shows."""
         return self._server.overtaken
 
     def terms_above(self, plan: Plan) -> LayerTerms:
-        """Of the run above, whose plan this is, as it told them when we joined it last."""
+        """The terms of the run above, from its plan and from its answer to our last join."""
         told = self._server.session.joined
         return LayerTerms(
             momentum=math.nan if told.outer_momentum is UNSET else told.outer_momentum,
             waits_s=plan.heartbeat_timeout_s or math.inf,
             deadline_s=None if plan.round_deadline_s is UNSET else plan.round_deadline_s,
-            is_decided=plan.assignments is not UNSET or plan.outer_lr is not UNSET,  # as only a decision says
+            is_decided=plan.assignments is not UNSET or plan.outer_lr is not UNSET,  # only a controller sets these
         )
 
     @property
     def has_contributed(self) -> bool:
-        """Whether the layer above has had contributions of this cluster, of whichever process."""
+        """Whether the layer above has accepted a contribution of this cluster, from any process."""
         return any(self._server.sequences)
 
     def orders(self, *, at_exchange: bool) -> Orders:
-        """What the server above asks of the cluster. To end is for the leader to carry out: members first bring what
-        they have."""
+        """What the server above asks of the cluster. The leader carries out an order to end: members contribute
+        first."""
         orders = self._server.orders(at_exchange=at_exchange)
         self.told_to_end = self.told_to_end or orders.drain
         self.named = orders.leader or self.named
         return replace(orders, drain="", leader="")
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
-        """What the worker's machine takes for its speed is that of taking steps that others have taken."""
+        """Report the members' speed. The machine's own figure only shows how fast it counts their rounds."""
         self._server.heartbeat(step, self._rounds_per_s(), loss)
 
     @property
@@ -127,7 +127,7 @@ class UpwardTopology:
         return self._held.is_silent
 
     def fall_silent(self) -> None:
-        """Another process speaks for the cluster, or will. From any thread."""
+        """Send nothing more: another process speaks for the cluster, or soon will. From any thread."""
         self._held.is_silent = True
         self._server.close()
 
@@ -151,15 +151,15 @@ class UpwardTopology:
             raise
 
     def let_go(self) -> None:
-        """What was begun may be offered."""
+        """Let the contributions that were begun be offered."""
         self._held.open.set()
 
     def withdraw(self, why: OuterstepError) -> None:
-        """What was begun must not be offered."""
+        """Fail the contributions that were begun, without an offer."""
         self._held.refusal = why
         self._held.open.set()
 
     def reported(self, event: Any) -> None:
-        """A round of the layer above: what counts is not sent again."""
+        """A round of the layer above has ended. Steps that were counted are not sent again."""
         if isinstance(event, RoundReport) and event.counted and event.fragment in self._sent:
             self._counted[event.fragment] = self._sent[event.fragment]

@@ -1,7 +1,7 @@
-"""Whether a replica reaches the layer above, and how fast: a thread that sends a few bytes there now and then.
+"""The probe of a replica's line to the layer above: a thread that now and then sends a few bytes there.
 
-Every replica of a cluster may come to lead it, and only the leader's exchanges show what its line is like. So all of
-them measure in the same way, and tell each other at their quorums (topology/torchft/state.py).
+Any replica of a cluster may become its leader, but exchanges measure only the current leader's line. So every replica
+measures in the same way, and reports the result at each quorum (topology/torchft/state.py).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .ways_up import PROBE_BYTES, PROBE_TIMEOUT_S, addresses
 log = logging.getLogger(__name__)
 
 PROBE_S = 60.0
-AGAIN_S = 5.0  # after one that got no answer
-CUT_AFTER = 3  # in a row
-LEAST_SHARE = 0.25  # of a probe's time that is no latency, at least
+AGAIN_S = 5.0  # after a probe without an answer
+CUT_AFTER = 3  # failures in a row
+LEAST_SHARE = 0.25  # the least share of a probe's time that is not latency
 OWN = "this replica"
 
 Connect = Callable[[str], HttpTransport]
 
 
 class ReachProbe:
-    """`above`: one address, or several of the same server. A line is measured by its slower direction."""
+    """The thread. `above`: one address, or several of the same server. The slower direction is a line's rate."""
 
     def __init__(self, above: str, credentials: str | None = None, connect: Connect | None = None) -> None:
         self._addresses = addresses(above)
@@ -49,7 +49,7 @@ class ReachProbe:
         self._ending.set()
 
     def reach(self) -> tuple[bool, float]:
-        """Whether it reaches the layer above, as far as is known; and its bytes per second, 0 = not measured."""
+        """(Does this replica reach the layer above, as far as is known?, bytes per second; 0 = not measured)."""
         with self._lock:
             rates = [report.bytes_per_s for report in self._meter.reports(time.monotonic())]
             return self._failures < CUT_AFTER, min(rates) if len(rates) == 2 else 0.0
@@ -60,7 +60,7 @@ class ReachProbe:
             pause_s = PROBE_S if self.look() else AGAIN_S
 
     def look(self) -> bool:
-        """Was there an answer? A refusal is one."""
+        """Probe. Did the server answer? A refusal is an answer."""
         answered = any(self._probe(address) for address in self._addresses)
         with self._lock:
             self._failures = 0 if answered else self._failures + 1
@@ -70,7 +70,7 @@ class ReachProbe:
         try:
             transport = self._connect(address)
             try:
-                transport.probe_up(noise(1))  # which connects
+                transport.probe_up(noise(1))  # connects
                 latency_s = _timed(lambda: transport.probe_up(noise(1)))
                 up_s = _timed(lambda: transport.probe_up(noise(PROBE_BYTES)))
                 down_s = _timed(lambda: transport.probe_down(memoryview(bytearray(PROBE_BYTES))))

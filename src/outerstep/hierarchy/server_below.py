@@ -1,6 +1,6 @@
-"""A server and its workers as the layer below a leader: the record is in the run's folder, moves are in its journal.
+"""The layer below a leader, made of a server and its workers. The record is in the run's folder, moves in its journal.
 
-above.safetensors    the leader's record, beside the run's other files
+above.safetensors    the leader's record, next to the run's other files
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ServersLeases:
 
 
 class ServerBelow:
-    """(`Below`.) Without a folder no record is kept: restarted, such a cluster begins with what the layer above has."""
+    """(`Below`.) Without a folder there is no record: after a restart, such a cluster starts from the layer above."""
 
     record_may_be_old = False
 
@@ -91,12 +91,12 @@ class ServerBelow:
             self._leader.emptied()
 
     def _began(self) -> None:
-        """In a new run T is the model it begins with: what the members learn before the cluster has joined goes up with
-        its first contribution."""
+        """Give the leader T. In a new run that is the initial model, so the cluster's first contribution contains
+        everything that members learned before the cluster joined."""
         assert self._leader is not None
-        if self._service.coordinator.naming is not None:  # what is trained may still change
+        if self._service.coordinator.naming is not None:  # the trained names may still change
             self._leader.cannot(
-                "its first worker brought no manifest (an older client); let an outerstep worker join first"
+                "its first worker, an older client, sent no manifest; let an outerstep worker join first"
             )
             return
         target: dict[str, Tensor] = {}
@@ -127,7 +127,7 @@ class ServerBelow:
         return {f: fragment.upper_version for f, fragment in enumerate(self._service.coordinator.fragments)}
 
     def joined(self, *, overtaken: bool) -> None:
-        """Workers need not know: of what each has sent, the run's journal tells."""
+        """Nothing to do: the run's journal shows what each worker has sent."""
 
     def move(
         self, serial: int, fragments: Collection[int], moved: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -148,7 +148,7 @@ class ServerBelow:
         return self._service.coordinator.fragments[0].done
 
     def facts(self) -> MemberFacts:
-        """What the leader tells the layer above of this cluster."""
+        """What the leader reports to the layer above."""
         with self._service.changed:
             coordinator = self._service.coordinator
             members = [member for member in coordinator.members if member.live]
@@ -166,7 +166,7 @@ class ServerBelow:
             self._service.wake_polls()
 
     def name_leader(self, name: str) -> None:
-        """The server leads: its workers do not know of the layer above."""
+        """Nothing to do: the server leads, and its workers do not know the layer above."""
 
     def shut_down(self, reason: str) -> None:
         self._service.answer(Control(kind="shutdown", reason=reason))

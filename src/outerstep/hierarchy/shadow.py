@@ -1,20 +1,20 @@
 """A cluster's weights as its worker above sees them.
 
-To the layer above, a cluster is a worker like any other: its local weights are T, where the cluster's own outer
-optimizer is, and its optimizer steps are the cluster's rounds. So an ordinary worker trains this model, a copy of T,
-with this optimizer, which does nothing: the steps were taken by others.
+To the layer above, a cluster is an ordinary worker. Its local weights are T, the outer parameters of the cluster's own
+run, and its optimizer steps are the cluster's rounds. So an ordinary worker trains this model, a copy of T, with this
+optimizer. The optimizer does nothing, because the members have taken the steps.
 
     S    the copy that the worker above holds, sends from and adopts into
-    B    T as it was when it was last copied: S − B is what agreements from above have moved since then
-    L    T as of the newest version of the cluster's run
+    B    T at the time of the last copy: S − B is how far agreements from above have moved S since then
+    L    T at the newest version of the cluster's run
 
-While S = B, `follow` takes the next T over: S = B = L. When an agreement from above has moved S, T is moved by as much
-between two rounds of the cluster, wherever T is by then (`moved`):
+While S = B, `follow` copies the next T: S = B = L. After an agreement from above has moved S, T moves by the same
+difference between two rounds of the cluster, wherever T is by then (`moved`):
 
     T′ = T + (S − B)        exactly S where T is still B
 
-That is the rebase of a worker that missed a round (T keeps what its members did meanwhile), and the carry of one that
-was counted: with S = Θ′ and B the T that was sent, T′ = Θ′ + (T − B).
+For a cluster that missed a round, this is the rebase: T keeps what members did meanwhile. For a cluster that was
+counted, it is the carry: with S = Θ′ and B the T that was sent, T′ = Θ′ + (T − B).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..types import Manifest
 
 
 class Shadow(nn.Module):
-    """S, by the names of the run; tied tensors once. `averaged`: the names of the statistics, which are no sums of
-    steps: T takes them over as they were agreed."""
+    """S, by the names of the run; tied tensors once. `averaged`: the names of statistics. They are not sums of steps,
+    so T takes their agreed values as they are."""
 
     def __init__(
         self, manifest: Manifest, target: Mapping[str, Tensor], versions: Mapping[int, int] | None = None
     ) -> None:
-        """`versions`: of the cluster's fragments, in `target`."""
+        """`versions`: the versions of the cluster's fragments in `target`."""
         super().__init__()
         self.newest_versions = dict(versions or {})  # in L
-        self.versions = dict(self.newest_versions)  # in B: what S holds of the cluster's own rounds
+        self.versions = dict(self.newest_versions)  # in B: the cluster's own rounds that S contains
         self.names = tuple(spec.name for spec in manifest.parameters)
         self.averaged = frozenset(spec.name for spec in manifest.parameters if spec.role != "parameter")
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Shadow(nn.Module):
         self.tensors: dict[str, Tensor] = {name: own[name] for name in self.names}  # S
 
     def _place(self, name: str, values: Tensor) -> None:
-        """Under its dotted name."""
+        """Register the values under their dotted name."""
         *path, leaf = name.split(".")
         module: nn.Module = self
         for part in path:
@@ -64,7 +64,7 @@ class Shadow(nn.Module):
             module.register_parameter(leaf, nn.Parameter(values))
 
     def published(self, target: Mapping[str, Tensor], versions: Mapping[int, int]) -> None:
-        """The cluster has made a version: L. From the thread that closes its rounds."""
+        """Set L: the cluster has a new version. Called from the thread that closes its rounds."""
         with self._lock:
             self.newest_versions |= versions
             for name, values in target.items():
@@ -72,7 +72,7 @@ class Shadow(nn.Module):
 
     @torch.no_grad()
     def follow(self) -> None:
-        """S = B = L: every move from above is in T by now."""
+        """Set S = B = L. By now T contains every move from above."""
         with self._lock:
             self.versions = dict(self.newest_versions)
             for name in self.names:
@@ -80,7 +80,7 @@ class Shadow(nn.Module):
                 self.tensors[name].copy_(self.newest[name])
 
     def moved_names(self, names: Collection[str]) -> list[str]:
-        """Those with S ≠ B."""
+        """The names with S ≠ B."""
         return [name for name in names if not torch.equal(self.tensors[name], self.before[name])]
 
     @torch.no_grad()
@@ -93,12 +93,12 @@ class Shadow(nn.Module):
         return made
 
     def is_in(self, names: Collection[str]) -> None:
-        """T has these moves already."""
+        """Set B = S: T already contains these moves."""
         for name in names:
             self.before[name].copy_(self.tensors[name].detach())
 
     def forget(self, names: Collection[str]) -> None:
-        """B = T: T is to become S, whatever was learned."""
+        """Set B = L, so that T becomes S and drops whatever members learned."""
         with self._lock:
             self.versions = dict(self.newest_versions)
             for name in names:
@@ -106,10 +106,10 @@ class Shadow(nn.Module):
 
 
 class RoundsTaken(torch.optim.Optimizer):
-    """Its step is a round that the cluster has closed."""
+    """The optimizer of the worker above. A step is a round that the cluster has closed."""
 
     def __init__(self, shadow: Shadow) -> None:
         super().__init__(list(shadow.parameters()), {})
 
     def step(self, closure: Any = None) -> Any:
-        """Nothing to do: T has moved, and S has followed it."""
+        """Nothing to do: T has moved, and S has followed."""

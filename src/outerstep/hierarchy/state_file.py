@@ -1,4 +1,4 @@
-"""A worker's state in one file: plain values as JSON, tensors as safetensors. It is there whole, or as it was."""
+"""A worker's state in one file, replaced atomically: plain values as JSON, tensors as safetensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_state(file: Path, state: Mapping[str, Any]) -> None:
     """Durable when this returns. Raises OSError if it cannot be written."""
     described, tensors = _apart_from_plain(state)
     unfinished = file.with_name(f".{file.name}.unfinished")
-    os.close(os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))  # it holds the session's secret
+    os.close(os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600))  # it contains the session's secret
     try:
         save_file(tensors, unfinished, metadata={"format": FORMAT, "state": described})
     except SafetensorError as error:
@@ -37,7 +37,7 @@ def write_state(file: Path, state: Mapping[str, Any]) -> None:
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """The same as bytes."""
+    """The same state as bytes."""
     described, tensors = _apart_from_plain(state)
     plain = torch.frombuffer(bytearray(described.encode()), dtype=torch.uint8)
     return save({**tensors, PLAIN: plain}, {"format": FORMAT})
@@ -60,7 +60,7 @@ def _apart_from_plain(state: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors refuses two tensors of one memory."""
+    """Copies of tensors that share memory, which safetensors refuses."""
     seen: set[int] = set()
     made = {}
     for name, tensor in tensors.items():
@@ -87,12 +87,12 @@ def read_state(file: Path) -> dict[str, Any] | None:
         return _whole(facts["state"], tensors)
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{file} is not the state of a cluster: {error}; move it away, and the cluster joins the layer above anew"
+            f"{file} is not the state of a cluster: {error}; move it away to let the cluster join as a new one"
         ) from error
 
 
 def unpack(data: bytes, what: str) -> dict[str, Any]:
-    """What `pack` made. `what` it should be, in words."""
+    """The state that `pack` packed. `what` names it in errors."""
     try:
         tensors = read_tensors(data)
         return _whole(tensors.pop(PLAIN).numpy().tobytes().decode(), tensors)

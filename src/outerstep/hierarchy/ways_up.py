@@ -1,8 +1,8 @@
-"""The ways of a cluster to the layer above, as one transport: a call without an answer on one is made on the next.
+"""One transport over several ways to the layer above: if a call gets no answer on one way, it is repeated on the next.
 
-Which way is taken is decided in coordination/layers/routing.py. Here calls are made and timed, and a thread probes the
-ways that are not in use. Every request of the protocol may be repeated, so a contribution whose offer went one way and
-whose parts go another counts once, as it would after a broken connection.
+coordination/layers/routing.py chooses the way. This file makes and times the calls, and a thread probes the ways that
+are not in use. Every request of the protocol may be repeated. So a contribution counts once even if its offer took one
+way and its parts take another, as after a broken connection.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ log = logging.getLogger(__name__)
 PROBE_BYTES = 128 << 10
 PROBE_TIMEOUT_S = 10.0
 LOOK_S = 0.5
-MOST_LATENCY_S = 60.0  # that is told
-MOST_LATENCY = 0.75  # of the time of a transfer: what was measured a moment ago may be more than there was
+MOST_LATENCY_S = 60.0  # the most that is reported
+MOST_LATENCY = 0.75  # of a transfer's time: the last measured latency may exceed the actual one
 
 Connect = Callable[[WayUp], HttpTransport]
 
 
 def addresses(text: str | None) -> list[str]:
-    """Several, with commas or spaces between."""
+    """The addresses in the text, which commas or spaces separate."""
     return [each for each in re.split(r"[,\s]+", text or "") if each]
 
 
 def transport_up(above: str, via: Sequence[str] = (), *, kept_connections: int, credentials: str | None) -> Transport:
-    """To the layer above at `above`, one address or several of the same run; also through the relays at `via`."""
+    """The transport to the layer above at `above`, one address or several of the same run, and through relays `via`."""
     servers = addresses(above)
     if not servers:
         raise ConfigError("above must be the address of a server, got nothing")
@@ -61,7 +61,7 @@ def transport_up(above: str, via: Sequence[str] = (), *, kept_connections: int, 
 
 @dataclass
 class _Burst:
-    """The transfers of one way that are under way at the same time: together they show what it carries."""
+    """The simultaneous transfers on one way. Together they show its speed."""
 
     count: int = 0
     since: float = 0.0
@@ -75,7 +75,7 @@ class _Burst:
             self.count += 1
 
     def end(self, up_bytes: int, down_bytes: int, *, arrived: bool) -> bool:
-        """Was it the last one, and has anything arrived?"""
+        """Has the last transfer ended, and has anything arrived?"""
         if not up_bytes and not down_bytes:
             return False
         self.count -= 1
@@ -86,7 +86,7 @@ class _Burst:
 
 
 class WaysUp:
-    """(`Transport`.) `connect` makes the transport of a way when it is first needed."""
+    """(`Transport`.) `connect` makes the transport of a way on first use."""
 
     def __init__(self, routing: Routing, connect: Connect, clock: Callable[[], float] = time.monotonic) -> None:
         self._routing, self._connect, self._clock = routing, connect, clock
@@ -94,7 +94,7 @@ class WaysUp:
         self._made: dict[WayUp, HttpTransport] = {}
         self._busy = {way: _Burst() for way in routing.ways}
         self._sessions: dict[str, str] = {}
-        self._spread = {True: 0, False: 0}  # connections that parts share, up and down
+        self._spread = {True: 0, False: 0}  # how many connections parts share, up and down
         self._ending = threading.Event()
         self._prober = threading.Thread(target=self._probe_always, name="outerstep-ways", daemon=True)
         self._prober.start()
@@ -117,20 +117,20 @@ class WaysUp:
         timeout_s: float | None = None,
     ) -> Answer:
         failed: list[WayUp] = []
-        is_silent = False  # one of them at least
+        is_silent = False  # at least one way gave no answer
         while True:
             way = self._choose(failed)
             try:
-                comes = into is not None and not isinstance(request, Poll)  # whose answer takes its time
+                comes = into is not None and not isinstance(request, Poll)  # a poll's answer may be delayed on purpose
                 sizes = len(body) if body is not None else 0, len(into) if into is not None and comes else 0
                 with self._timing(way, *sizes, is_short=isinstance(request, Heartbeat)):
                     answer = self._transport(way).call(request, body=body, into=into, timeout_s=timeout_s)
-            except (TransportError, UntrustedServer) as error:  # a relay may lead anywhere, but deceives nobody
+            except (TransportError, UntrustedServer) as error:  # a wrong server deceives nobody
                 log.debug("no answer on %s: %s", redact(str(way)), error)
                 failed.append(way)
                 is_silent = is_silent or isinstance(error, TransportError)
                 if len(failed) == len(self._routing.ways):
-                    if is_silent and isinstance(error, UntrustedServer):  # the one that is meant may answer yet
+                    if is_silent and isinstance(error, UntrustedServer):  # the right server may still answer
                         raise TransportError(str(error)) from error
                     raise
                 continue
@@ -162,14 +162,14 @@ class WaysUp:
             transport.close()
 
     def order(self, sends_to: str | None) -> None:
-        """What the plan above says: a cluster that relays, the server itself, or nothing (None)."""
+        """Follow the plan above. It names a relaying cluster, the server itself, or nothing (None)."""
         with self._lock:
             relays = {made.relay_cluster: way.relay for way, made in self._made.items() if way.relay}
             self._routing.order("" if sends_to == THE_SERVER else relays.get(sends_to) if sends_to else None)
 
     def told(self, cluster: str) -> tuple[tuple[MeasuredLink, ...], str]:
-        """For the plan: what was measured of this cluster's ways, the one through a relay as a link with the cluster
-        that relays; and which of those is in use, "" = straight."""
+        """For the plan: (measurements of this cluster's ways, the relaying cluster in use; "" = direct). A way through
+        a relay is reported as a link to the relaying cluster."""
         with self._lock:
             ways = self._routing.measured(self._clock())
             names = {way: made.relay_cluster if way.relay else THE_SERVER for way, made in self._made.items()}
@@ -190,7 +190,7 @@ class WaysUp:
         return tuple(links), "" if via == THE_SERVER else via
 
     def describe(self) -> list[WayStatus]:
-        """For a status."""
+        """The ways, for a status."""
         with self._lock:
             views = self._routing.views()
         return [
@@ -212,14 +212,14 @@ class WaysUp:
         with self._lock:
             before, chosen = self._routing.current, self._routing.best(self._clock(), failed)
             reason = self._routing.reason
-        if chosen is None:  # another call has just taken the last one that this one has not tried
+        if chosen is None:  # another call has just taken the only way that this call has not tried
             chosen = next(way for way in self._routing.ways if way not in failed)
         elif chosen != before:
-            log.warning("the layer above is reached on %s now%s", redact(str(chosen)), f": {reason}" if reason else "")
+            log.warning("the way to the layer above is now %s%s", redact(str(chosen)), f": {reason}" if reason else "")
         return chosen
 
     def _transport(self, way: WayUp) -> HttpTransport:
-        """Made when it is needed: a relay that nobody has joined must not keep the straight way from being used."""
+        """The transport of a way, made on first use: a relay that has not joined yet must not block the direct way."""
         with self._lock:
             made = self._made.get(way)
             if made is None:
@@ -237,7 +237,7 @@ class WaysUp:
 
     @contextmanager
     def _timing(self, way: WayUp, up_bytes: int, down_bytes: int, *, is_short: bool) -> Iterator[None]:
-        """Tells the routing how a call went. A refusal is an answer. `is_short`: it takes no time at the other end."""
+        """Report to the routing how a call went. A refusal is an answer. `is_short`: the other end answers at once."""
         began, answered, arrived = self._clock(), False, False
         with self._lock:
             self._busy[way].begin(began, up_bytes + down_bytes)
@@ -268,10 +268,10 @@ class WaysUp:
                     self._probe(way)
 
     def _probe(self, way: WayUp) -> None:
-        """A few bytes for the latency, some more for the speed."""
+        """Measure the latency with a few bytes and the speed with more."""
         try:
             transport = self._transport(way)
-            transport.probe_up(noise(1))  # which may have to connect
+            transport.probe_up(noise(1))  # may have to connect first
             began = self._clock()
             transport.probe_up(noise(1))
             latency_s = self._clock() - began
@@ -284,7 +284,7 @@ class WaysUp:
         except OuterstepError as error:
             log.debug("a probe of %s failed: %s", redact(str(way)), error)
             with self._lock:
-                if isinstance(error, Refused):  # which is an answer
+                if isinstance(error, Refused):  # a refusal is an answer
                     self._routing.probed_in_vain(way, self._clock())
                 else:
                     self._routing.failed(way, self._clock())

@@ -1,25 +1,25 @@
-"""Publish: what the workers hold of one fragment, and how they get to its next version.
+"""Publish: the version of a fragment that workers hold, and how they get the next one.
 
-    T    where the outer optimizer is, exactly         (core/state.py)
-    θ    what the workers hold
+    T    the outer optimizer's exact parameters        (core/state.py)
+    θ    the parameters that workers hold
 
-With an exact `down_codec` they are the same memory, and every agreement is fetched whole. Otherwise each round sends an
-*update*, the same bytes to everybody, and the server applies what it sent:
+With an exact `down_codec`, T and θ share memory, and workers fetch every agreement whole. Otherwise each round produces
+an *update*. Every worker gets the same bytes, and the server applies the bytes that it sent:
 
     u = encode(T − θ);    θ ← θ + decode(u)
 
-Product and sum are rounded one after the other, so worker and server get the same bits on any device. T − θ is what the
-codec left out; it is in the next difference, so nothing is lost (error feedback without a memory of its own).
+Product and sum are rounded one after the other, so worker and server get the same bits on any device. T − θ is the part
+that the codec left out. The next difference contains it, so nothing is lost (error feedback without extra memory).
 
-The last updates are kept in a ring, half as large as the whole at most (the newest always). A worker that holds an
-older θ gets the chain that leads to the newest, if all of it is there and shorter than the whole; the others get the
-whole. Both give the same bits.
+A ring keeps the last updates, at most half as large as the whole frame (the newest update always stays). A worker with
+an older θ gets the chain of updates to the newest θ, if the ring has the whole chain and the chain is smaller than the
+whole frame. Other workers get the whole frame. Both give the same bits.
 
-θ moves in place, unless somebody is in the middle of fetching it: then the next version is another piece of memory, and
-the old one stays until it is read or READING_S are over. So nobody ever reads bytes that change. One thread moves θ;
-any number read it. On a GPU (places.py) θ always moves in place, and a frame in host memory is filled when somebody
-asks for it, at the latest before θ moves on; what is sent each round, the encoded step, is copied at once. `_lock` is
-held for microseconds, never while bytes are hashed, moved or sent.
+θ moves in place unless a worker is fetching it. In that case the next version gets other memory, and the old version
+stays until it is read or READING_S have passed. So nobody ever reads bytes that change. One thread moves θ; any number
+of threads read it. On a GPU (places.py) θ always moves in place. A frame in host memory is filled on the first request,
+at the latest before θ moves again; the encoded step of a round is copied at once. `_lock` is held for microseconds,
+never while bytes are hashed, moved or sent.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ from .blocks import Block
 from .places import leaves_on, pinned, pinned_memory
 from .section_hashes import SectionHashes
 
-READING_S = 60.0  # a worker that has not asked for a part for this long has stopped reading
-OLDER_HELD = 1  # versions of θ beside the newest, for those in the middle of them: memory must not grow with readers
-OLDER_HELD_IF_EXACT = 2  # then there is no T, and everybody fetches the whole
+READING_S = 60.0  # a worker that has requested no part for this long has stopped reading
+OLDER_HELD = 1  # older versions of θ for workers that are fetching them: memory must not grow with readers
+OLDER_HELD_IF_EXACT = 2  # no memory for T then, and every worker fetches whole frames
 MOVING_PATIENCE_S = 5.0  # how long a reader waits for a fragment to come to rest
 
 
 class Frame:
-    """A frame in memory. Bytes of it are lent to be sent; as long as a lent view or any slice of it lives, its ticket
-    is in `lent`, and the memory must not change. Sending needs no lock, and nobody is told when it is done.
+    """A frame in memory, whose bytes are lent to senders. While a lent view or a slice of it lives, its ticket is in
+    `lent`, and the memory must not change. So sending needs no lock and no notification at its end.
 
-    The values of a frame that was made on a GPU stay there until they are needed here: then `fill` it, while it is
-    lent."""
+    The values of a frame made on a GPU stay there until the host needs them. `fill` copies them; lend the frame
+    first."""
 
     def __init__(self, of: Layout, memory: Callable[[int], memoryview] = private_memory) -> None:
         self.view = memory(of.size_bytes)
         self.view[: of.data_begin] = of.prefix
         self.lent: set[object] = set()
-        self.elsewhere: Tensor | None = None  # its values, all of them and flat; None: they are here
+        self.elsewhere: Tensor | None = None  # all its values, flat; None: they are in `view`
         self._data_begin = of.data_begin
         self._filling = threading.Lock()
 
@@ -112,7 +112,7 @@ class _Download:
 
 
 class Served:
-    """A frame that workers fetch, and the workers that are in the middle of it. (Guarded by its downlink's lock.)"""
+    """A frame, and the workers that are fetching it. (The downlink's lock guards it.)"""
 
     def __init__(self, frame: Frame, part_size_bytes: int) -> None:
         self.frame, self.size_bytes = frame, len(frame.view)
@@ -121,22 +121,22 @@ class Served:
         self._readers: dict[str, _Download] = {}
 
     def promised(self, worker_id: str, now: float) -> None:
-        """This worker was told to fetch it, and will."""
+        """This worker was told to fetch the frame."""
         self._readers.setdefault(worker_id, _Download(now)).asked_at = now
 
     def lend(self, worker_id: str, part: int, now: float) -> memoryview:
-        """One part, to be sent."""
+        """Lend one part to a sender."""
         if part >= self.part_count:
             raise BadRequest(f"part {part} is out of range: there are {self.part_count}")
         reading = self._readers.setdefault(worker_id, _Download(now))
         reading.asked_at = now
         reading.parts.add(part)
         if len(reading.parts) == self.part_count:
-            del self._readers[worker_id]  # it has all of it; the last bytes are on their way (`Frame.lent`)
+            del self._readers[worker_id]  # it has every part; the last bytes are still being sent (`Frame.lent`)
         return self.frame.lend(*part_range(part, self.size_bytes, self._part_size_bytes))
 
     def last_asked_at(self, now: float) -> float | None:
-        """When a worker that is still in the middle of it last asked; None = nobody is."""
+        """When a worker that is still fetching last requested a part; None = no worker is fetching."""
         gone = [worker for worker, reading in self._readers.items() if now - reading.asked_at >= READING_S]
         for worker in gone:
             del self._readers[worker]
@@ -147,7 +147,7 @@ class Served:
 
 
 class Published(Served):
-    """One version of θ as a whole. The hashes of its parts are computed when the first worker asks for it."""
+    """One whole version of θ. Its part hashes are computed at the first request."""
 
     def __init__(self, agreement: Agreement, frame: Frame, part_size_bytes: int) -> None:
         super().__init__(frame, part_size_bytes)
@@ -157,11 +157,11 @@ class Published(Served):
 
     @cached_property
     def section_hashes(self) -> SectionHashes:
-        """For the groups, if any asks. (Of two made at once one is lost, and what was in it is hashed again.)"""
+        """The hashes for groups, made on first use. (If two threads make it at once, one copy is lost.)"""
         return SectionHashes()
 
     def part_hashes(self) -> tuple[str, ...]:
-        """Computed once, for the first worker that asks; others wait for it. Only while a part of the frame is lent."""
+        """Computed once, at the first request; later callers wait. Call this only while a part of the frame is lent."""
         self.frame.fill()
         with self._hashing:
             if not self._part_hashes:
@@ -175,7 +175,7 @@ class Published(Served):
 
 
 class Update(Served):
-    """The encoded step from the version before, whose anchor has `base_hash`, to `version`."""
+    """The encoded step to `version` from the version before it, whose anchor has `base_hash`."""
 
     def __init__(
         self, version: int, base_hash: str, frame: Frame, part_hashes: tuple[str, ...], part_size_bytes: int
@@ -189,7 +189,7 @@ class Update(Served):
 
 @dataclass(frozen=True, eq=False)
 class _Looked:
-    """θ in a block, as a device sees it: its largest magnitude, and its leaves when they are asked for."""
+    """Facts about θ in a block on a device: its largest magnitude, and its hash leaves on request."""
 
     block: Block
     largest: Tensor
@@ -197,26 +197,26 @@ class _Looked:
 
 
 class NextVersion:
-    """A version on its way: θ follows T, in one pass over the memory. `target` is T, flat: when a block of it is where
-    it should be, `move` that block, in any order and by any thread; then `hash_parts`."""
+    """A version in the making: θ follows T in one pass over the memory. `target` is T, flat. When a block of T is
+    final, `move` that block, in any order and from any thread; then call `hash_parts`."""
 
     def __init__(
         self, down: Downlink, version: int, before: Frame, frame: Frame, target: Tensor, update: Frame | None
     ) -> None:
-        """θ from `before` to `frame`, which may be the same; the encoded step goes to `update` (None = θ is T)."""
+        """θ moves from `before` to `frame`, which may be the same. `update` gets the encoded step (None = θ is T)."""
         self.version, self.frame, self.update = version, frame, update
         self.in_place = frame is before
-        self.mean: Tensor | None = None  # what T moved along, if it is to be kept until this is published
-        self.pushes: Sequence[float] | None = None  # how much each counted, if it moved along one after the other
-        self.squares = 0.0  # Σ g² of what T moved along at once
-        self._squares: list[Tensor] = []  # of blocks on a device, not asked for yet
-        self.anchor_hash = ""  # this and the hashes of the update's parts are known when all blocks have moved
+        self.mean: Tensor | None = None  # the aggregate, if it must be kept until this version is published
+        self.pushes: Sequence[float] | None = None  # how much each push counted, if T moved along them one by one
+        self.squares = 0.0  # Σ g² of the aggregate
+        self._squares: list[Tensor] = []  # of blocks on a device, not fetched yet
+        self.anchor_hash = ""  # known, like the part hashes, when all blocks have moved
         self.part_hashes: tuple[str, ...] = ()
-        self.seen: Watched | None = None  # how similar contributions were that another rule than the mean combined
-        self._down, self.from_above = down, False  # True: an agreement of a layer above, without contributions
+        self.seen: Watched | None = None  # how similar the contributions were, if not the mean combined them
+        self._down, self.from_above = down, False  # True: an agreement of the layer above, without contributions
         self._first_leaf, leaves = down.first_leaf, down.leaf_count
         self._leaves = memoryview(bytearray(8 * leaves))
-        self._on_device: list[_Looked] | None = None  # what was looked at there, until it is asked for
+        self._on_device: list[_Looked] | None = None  # facts about blocks there, until they are fetched
         if down.on_device is not None:
             self._on_device, self._old, self._new = [], down.on_device, down.on_device
         else:
@@ -231,7 +231,7 @@ class NextVersion:
         self._begins = {entry.name: entry.begin for entry in down.update.entries}
 
     def continue_on_host(self, target: Tensor | None) -> None:
-        """Copy everything to the host, moved or not, and move the rest there. `target`: T there, unless it is θ."""
+        """Copy all blocks to the host, moved or not, and move the rest there. `target`: T there, unless it is θ."""
         self._ask()
         there, self._on_device = self._new, None
         self.frame.elsewhere = None
@@ -240,20 +240,20 @@ class NextVersion:
         self.target = self._new if target is None else target
 
     def touched(self, block: Block) -> list[Tensor]:
-        """What a block's move, and the step before it, change in place."""
+        """The memory that a block's step and move change in place."""
         flats = [self._new] if self.target is self._new else [self._new, self.target]
         return [flat[block.place : block.end] for flat in flats]
 
     def add_squares(self, squares: float | Tensor) -> None:
-        """Add the squares of the next block; blocks come in their order."""
+        """Add the squares of the next block. Blocks come in order."""
         if isinstance(squares, Tensor):
             self._squares.append(squares)
         else:
             self.squares += squares
 
     def watched(self, participants: Sequence[Participant]) -> Watched | None:
-        """How the round went, as far as it is the same for all workers. Of several pushes that each moved T by itself
-        there is no aggregate, so nothing is known; of one it is that push."""
+        """How the round went, as far as that is the same for all workers. If several pushes moved T one by one, there
+        is no aggregate, so nothing is known. A single push is its own aggregate."""
         if self.from_above:
             return None
         made = math.sqrt(self.squares)
@@ -269,8 +269,8 @@ class NextVersion:
         return None
 
     def move(self, block: Block, room: Tensor) -> None:
-        """T is where it should be in this block: bring θ there, as far as the codec can. `room` is for a block. (Under
-        no_grad.)"""
+        """Move θ to T in this block, as far as the codec can. T is final there. `room`: scratch memory for a block.
+        (Under no_grad.)"""
         theta = self._new[block.place : block.end]
         if self.update is not None:
             rule, begin = self._down.rules[block.name], self._begins[block.name]
@@ -305,7 +305,7 @@ class NextVersion:
         self._leaves[first : first + len(leaves)] = leaves
 
     def _ask(self) -> None:
-        """Fetch what was seen of θ on a device."""
+        """Fetch the facts about θ from the device."""
         for looked in self._on_device or ():
             self._check_finite(looked.block, math.isfinite(float(looked.largest)))
             self._put_leaves(looked.block, looked.leaves())
@@ -316,7 +316,7 @@ class NextVersion:
         self._squares.clear()
 
     def hash_parts(self, team: ThreadTeam) -> None:
-        """Hash the update's parts, and the anchor, when all blocks have moved."""
+        """Hash the update's parts and the anchor. All blocks must have moved."""
         if self._on_device is not None or self._squares:
             self._ask()
         self.anchor_hash = tree_root(self._leaves)
@@ -331,6 +331,8 @@ class NextVersion:
 
 
 class Downlink:
+    """One fragment's θ and T, the frames that workers fetch, and the ring of updates."""
+
     def __init__(
         self,
         index: int,
@@ -344,10 +346,10 @@ class Downlink:
         targets: Mapping[str, Tensor] | None = None,
         centre: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """θ from `state`; T from `targets`, as far as it is there and differs from θ; the last aggregate, `centre`."""
+        """`state`: θ. `targets`: T, where it differs from θ. `centre`: the last aggregate."""
         self.index, self.run_id = index, run_id
         self.is_exact = recipe.is_exact
-        self.follows_means = True  # False: T moves along what another rule than the mean makes of contributions
+        self.follows_means = True  # False: a rule other than the mean makes the aggregate
         self.rules = {spec.name: recipe.rule(spec) for spec in specs}
         self.full = layout(FP32.name, [(s.name, s.shape, FP32.encoded_bytes(s.numel)) for s in specs])
         self.update = layout(
@@ -356,13 +358,13 @@ class Downlink:
         self.part_size_bytes = part_size_bytes
         self._most_ring_bytes = (self.full.size_bytes - self.full.data_begin) // 2
         self._lock = threading.Condition()
-        self._moving: int | None = None  # the version whose memory is being moved to the next
+        self._moving: int | None = None  # the version whose memory is being changed into the next
         self._ring: deque[Update] = deque()
-        self._leaving: Update | None = None  # out of the ring, but somebody is in the middle of it
-        self._idle: Frame | None = None  # of an older version that was forgotten
+        self._leaving: Update | None = None  # out of the ring, but a worker is still fetching it
+        self._idle: Frame | None = None  # free memory of a forgotten version
         self._memory: Callable[[int], memoryview] = private_memory
-        self._ready: list[Frame] = []  # for updates, made in advance
-        self.on_device: Tensor | None = None  # θ, flat, while it is worked on there: frames are filled when needed
+        self._ready: list[Frame] = []  # prepared frames for updates
+        self.on_device: Tensor | None = None  # θ on the device, flat; frames are filled on request
         frame = Frame(self.full)
         self._target = frame.data(self.full, torch.float32)
         theta = self.by_name(self._target)
@@ -378,7 +380,7 @@ class Downlink:
         self.leaf_count = firsts[-1]
         anchor_hash = tree_hash(self._tensors_of(frame))
         agreement = Agreement(fragment=index, version=version, anchor_hash=anchor_hash)
-        self._told: dict[int, str] = {}  # hashes of other versions' anchors, as workers of protocol 1 were told them
+        self._told: dict[int, str] = {}  # version → the anchor's hash that workers of protocol 1 got
         self.state = FragmentState(
             {spec.name: spec.role for spec in specs},
             theta,
@@ -397,7 +399,7 @@ class Downlink:
         return self._held[max(self._held)]
 
     def _tensors_of(self, frame: Frame) -> Iterator[memoryview]:
-        """The bytes of each tensor: hashed without the gaps between them."""
+        """The bytes of each tensor. The gaps between tensors are not hashed."""
         data = frame.view[self.full.data_begin :]
         return (data[entry.begin : entry.end] for entry in self.full.entries)
 
@@ -410,25 +412,25 @@ class Downlink:
         return [update.version for update in self._ring]
 
     def params(self, of: Published | None = None) -> dict[str, Tensor]:
-        """θ by name, of the newest version, in host memory. Views: for the thread that moves it, or while `of` is
-        read."""
+        """θ of the newest version, by name, in host memory. These are views: use them in the thread that moves θ, or
+        while `of` is being read."""
         frame = (of or self.newest).frame
         frame.fill()
         return self.by_name(frame.data(self.full, torch.float32))
 
     def targets(self) -> dict[str, Tensor]:
-        """T by name, likewise; empty if it is θ."""
+        """T by name, as views, too; empty if T is θ."""
         return {} if self.is_exact else {name: values.cpu() for name, values in self.state.target.items()}
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
-        """The tensors by name, in flat memory that is laid out as a whole frame's data."""
+        """Views of the tensors, by name, into flat memory with the layout of a whole frame."""
         return {e.name: flat[e.begin // 4 : e.end // 4].view(e.shape) for e in self.full.entries}
 
     # --- reading, from any thread ---------------------------------------------------------------------------------
 
     @contextmanager
     def reading(self, version: int | None = None) -> Iterator[Published | None]:
-        """A version (None = the newest) whose bytes stay as they are meanwhile; None if it is not held (any more)."""
+        """A version (None = the newest) whose bytes stay unchanged meanwhile. Yields None if it is not held."""
         with self._lock:
             self._wait_for_rest()
             published = self.newest if version is None else self._held.get(version)
@@ -443,7 +445,8 @@ class Downlink:
     def payloads(
         self, version: int, worker_id: str, held: int, held_hash: str | None, now: float
     ) -> tuple[Payload, ...] | None:
-        """What leads a worker to `version` from the version and hash that it holds. None: it is not the newest now."""
+        """The payloads that take a worker from the version and hash that it holds to `version`. None: `version` is not
+        the newest now."""
         with self._lock:
             if version != max(self._held, default=None):
                 return None
@@ -470,8 +473,8 @@ class Downlink:
         return (payload,)
 
     def flat_hash(self, version: int) -> str | None:
-        """The anchor's hash as protocol 1 has it, over the values one after the other; made for the first that asks.
-        None: the version is not held any more."""
+        """The anchor's hash in protocol 1, over all values in order, computed at the first request. None: the version
+        is no longer held."""
         with self.reading(version) as published:
             if published is None:
                 return None
@@ -482,7 +485,7 @@ class Downlink:
             return told
 
     def part(self, request: GetPart, now: float) -> tuple[str, memoryview]:
-        """The hash and the bytes of one part, which stay as they are for as long as the view is kept."""
+        """The hash and the bytes of one part. The bytes stay unchanged while the view exists."""
         with self._lock:
             if request.kind == "update":
                 served = [*self._ring, *([self._leaving] if self._leaving is not None else [])]
@@ -499,12 +502,12 @@ class Downlink:
         return published.part_hashes()[request.part], data
 
     def _wait_for_rest(self) -> None:
-        """Wait until the newest version is not being moved; then another one is the newest. Not for ever: what has
-        moved is shown to nobody before it is on the disk, and the disk may be full."""
+        """Wait until no version is being changed into the next. The wait has a limit: nobody sees the next version
+        before it is on disk, and the disk may be full."""
         if not self._lock.wait_for(lambda: self._moving is None, MOVING_PATIENCE_S):
             raise Busy(
                 f"fragment {self.index} is on its way from version {self._moving} to the next",
-                hint="ask again; the server's status says what keeps it",
+                hint="ask again; the server's status shows the cause of a delay",
                 retry_after_s=1.0,
             )
 
@@ -517,7 +520,7 @@ class Downlink:
         )
 
     def forget_old(self, now: float) -> None:
-        """Hold the newest version, and a few older ones while workers are in the middle of fetching them."""
+        """Drop old versions, except for a few that workers are fetching."""
         with self._lock:
             newest = max(self._held)
             asked = {v: p.last_asked_at(now) for v, p in self._held.items() if v != newest}
@@ -532,8 +535,8 @@ class Downlink:
 
     @contextmanager
     def moving(self, version: int, now: float) -> Iterator[NextVersion]:
-        """θ on its way to `version`; afterwards `publish` it. If it fails there is no way back: the
-        memory that was moved is not served any more."""
+        """Change θ into `version`; call `publish` afterwards. A failure cannot be undone: the changed memory is no
+        longer served."""
         with self._lock:
             newest = self.newest
             in_place = not newest.is_read(now)
@@ -544,14 +547,14 @@ class Downlink:
             self._moving = newest.version if in_place else None
         try:
             if not in_place:
-                newest.frame.fill()  # for its readers, before its values move on
+                newest.frame.fill()  # for its readers, before its values change
             yield NextVersion(self, version, newest.frame, frame, self._target, update)
         except BaseException:
             self.abandon()
             raise
 
     def abandon(self) -> None:
-        """What was being moved will not arrive, and cannot be served any more: nobody need wait for it."""
+        """Give up the version in the making. Its memory can no longer be served, and nobody may wait for it."""
         with self._lock:
             if self._moving is not None:
                 del self._held[self._moving]
@@ -559,7 +562,7 @@ class Downlink:
             self._lock.notify_all()
 
     def publish(self, made: NextVersion, participants: tuple[Participant, ...], now: float) -> Published:
-        """From now on this is the newest. (After the context of `moving`.)"""
+        """Make this the newest version. (After the context of `moving`.)"""
         agreement = Agreement(
             fragment=self.index,
             version=made.version,
@@ -587,21 +590,21 @@ class Downlink:
         return published
 
     def to_device(self, device: torch.device) -> None:
-        """Between two versions: θ and T are there from now on. What is sent stays in host memory, pinned for a GPU."""
+        """Move θ and T to the device, between two versions. Frames stay in host memory, pinned for a GPU."""
         frame = self.newest.frame
         frame.fill()
         if device.type == "cuda":
             self._memory, frame.view = pinned_memory, pinned(frame.view)
         theta = frame.data(self.full, torch.float32).to(device, copy=True)
         target = theta if self.is_exact else self._target.to(device, copy=True)
-        if device.type == "cuda" and not self.is_exact:  # to pin it takes as long as a round
+        if device.type == "cuda" and not self.is_exact:  # pinning takes as long as a round, so do it in advance
             wanted = max(self._most_ring_bytes // self.update.size_bytes, 1) - len(self._ring)
             self._ready = [Frame(self.update, self._memory) for _ in range(wanted)]
         self.on_device, self._target = theta, target
         self.state.arrive(self.state.version, self.state.anchor_hash, self.by_name(theta), self.by_name(target))
 
     def to_host(self, made: NextVersion | None = None) -> None:
-        """Back, between two versions or in the middle of `made`. It takes no memory of the device."""
+        """Move θ and T back to the host, between two versions or in the middle of `made`, without device memory."""
         assert self.on_device is not None
         target = None
         if not self.is_exact:
@@ -621,8 +624,8 @@ class Downlink:
         return self._ready.pop() if self._ready else Frame(self.update, self._memory)
 
     def _make_way(self, now: float) -> Frame | None:
-        """Take the oldest updates out of the ring, until one more fits. The memory of one that nobody reads is used for
-        the next; one that somebody is in the middle of is served until another takes its place."""
+        """Take the oldest updates out of the ring until the next one fits. The memory of an update without readers is
+        reused. An update with readers is served until another takes its place."""
         limit, size = self._most_ring_bytes, self.update.size_bytes
         reused: Frame | None = None
         while self._ring and (len(self._ring) + 1) * size > limit:

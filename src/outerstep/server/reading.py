@@ -68,8 +68,8 @@ _NAMES = {torch_name: name for name, torch_name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class _Standing:
-    """What the newest model is, as the coordinator knows it; before the first join it is the one that was given."""
+class _NewestModel:
+    """The newest model, as the coordinator knows it. Before the first join it is the initial model."""
 
     run_id: str
     round: int
@@ -109,18 +109,18 @@ class ModelReaders:
 
     def model(self, request: HttpRequest) -> Reply:
         fragment = _asked_fragment(request.query)
-        standing = self._standing()
-        _check_fragment(fragment, standing)
-        rest, aliases = without_ties(standing.rest) if fragment is None else ({}, {})
+        newest = self._newest()
+        _check_fragment(fragment, newest)
+        rest, aliases = without_ties(newest.rest) if fragment is None else ({}, {})
         rest = dict(sorted(rest.items(), key=lambda item: -item[1].element_size()))
         rest_hash = self._hash_of(rest) if rest else None
-        facts = _facts(standing, standing.agreements, fragment, rest, rest_hash, aliases)
+        facts = _facts(newest, newest.agreements, fragment, rest, rest_hash, aliases)
         if is_known(request.headers.get("if-none-match", ""), etag_of(facts)):
             return Reply(b"", status=304, headers=_headers(facts))
-        chosen = standing.stores if fragment is None else [standing.stores[fragment]]
+        chosen = newest.stores if fragment is None else [newest.stores[fragment]]
         with ExitStack() as stack:  # what is lent in here stays lent for as long as its views live
             published = [p for p in (stack.enter_context(s.down.reading()) for s in chosen) if p is not None]
-            facts = _facts(standing, [p.agreement for p in published], fragment, rest, rest_hash, aliases)
+            facts = _facts(newest, [p.agreement for p in published], fragment, rest, rest_hash, aliases)
             tensors, pieces = _laid_out(chosen, published, rest)
         head = write_header(facts, tensors)
         reader = _ModelReader(
@@ -132,10 +132,10 @@ class ModelReaders:
         self._admit(reader)
         return Reply(head, headers=_headers(facts), rest=pieces, over=lambda: self._leave(reader))
 
-    def _standing(self) -> _Standing:
+    def _newest(self) -> _NewestModel:
         with self.lock:
             coordinator = self.run.coordinator
-            return _Standing(
+            return _NewestModel(
                 coordinator.run_id,
                 coordinator.sync_round,
                 tuple(fragment.published for fragment in coordinator.fragments),
@@ -261,9 +261,9 @@ def _asked_fragment(query: str) -> int | None:
     return int(asked[1])
 
 
-def _check_fragment(fragment: int | None, standing: _Standing) -> None:
-    if fragment is not None and fragment >= len(standing.agreements):
-        count = len(standing.agreements)
+def _check_fragment(fragment: int | None, newest: _NewestModel) -> None:
+    if fragment is not None and fragment >= len(newest.agreements):
+        count = len(newest.agreements)
         raise NotFound(
             f"fragment {fragment} does not exist: "
             + (f"the plan has {count}" if count else "nobody has joined yet, so there is no plan")
@@ -271,7 +271,7 @@ def _check_fragment(fragment: int | None, standing: _Standing) -> None:
 
 
 def _facts(
-    standing: _Standing,
+    newest: _NewestModel,
     agreements: Sequence[Agreement],
     fragment: int | None,
     rest: Mapping[str, Tensor],
@@ -279,13 +279,13 @@ def _facts(
     tied: Mapping[str, str],
 ) -> ModelFacts:
     chosen = [a for a in agreements if fragment is None or a.fragment == fragment]
-    names = [tuple(standing.stores[a.fragment].state.roles) for a in chosen]
+    names = [tuple(newest.stores[a.fragment].state.roles) for a in chosen]
     trained = {name for each in names for name in each}
-    manifest = standing.manifest
+    manifest = newest.manifest
     aliases = {alias: kept for alias, kept in (manifest.aliases if manifest else {}).items() if kept in trained}
     return ModelFacts(
-        run_id=standing.run_id,
-        round=min((a.version for a in agreements), default=0) if fragment is None else standing.round,
+        run_id=newest.run_id,
+        round=min((a.version for a in agreements), default=0) if fragment is None else newest.round,
         versions=tuple(a.version for a in chosen),
         hashes=tuple(a.anchor_hash for a in chosen),
         fragments=tuple(names),

@@ -55,7 +55,7 @@ class Pipeline:
         self.has_failed_behind = False  # it ended with two requests that were not answered
         self.is_over = False
         self._was_used = self._has_answered = False
-        self._lines: _Lines | None = None
+        self._shared: _SharedSocket | None = None
         self._turn = threading.Condition()
         self._is_busy = False
         self._to_send: deque[_Request] = deque()
@@ -85,7 +85,7 @@ class Pipeline:
             self._await(lambda: self._to_read[0] is me and not (self._to_send and len(self._to_read) < self._in_a_row))
             sock, moving = self._sock(timeout_s), sum(each.size_bytes for each in self._to_read)
             with WATCH.over(sock, 2.0 * timeout_s, moving, bytes_due(into)):
-                response = http.client.HTTPResponse(cast(socket.socket, self._lines), method=method)
+                response = http.client.HTTPResponse(cast(socket.socket, self._shared), method=method)
                 response.begin()
                 data = read_answer(response, sock, into)
         except PipelineEnded:
@@ -138,13 +138,13 @@ class Pipeline:
         if self.connection.sock is None:
             self.connection.connect()
         assert self.connection.sock is not None
-        if self._lines is None:
-            self._lines = _Lines(self.connection.sock)
+        if self._shared is None:
+            self._shared = _SharedSocket(self.connection.sock)
         self.connection.sock.settimeout(timeout_s)
         return self.connection.sock
 
 
-class _Lines(io.RawIOBase):
+class _SharedSocket(io.RawIOBase):
     """What `http.client` takes for the socket of each answer: they share a buffer, in which the next may begin."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -56,6 +56,18 @@ class Cluster:
         self.table.accept(member, fragment, version, places, self.now)
         self.table.closed(fragment, version, (), self.fragments)
 
+    def brings_a_part(self, member: str, *begun: tuple[int, int], version: int = 1) -> None:
+        offer = Offer(
+            run_id="run", worker_id=member, incarnation=1, fragment=0, sequence=1, size_bytes=0, base_version=0,
+            oldest_base=0, codec="fp32", steps=1, data=(Trained(dataset="train", places=(), begun=begun),),
+        )  # fmt: skip
+        self.leases.accept(offer, version, self.now)
+        self.leases.closed(0, version, (), self.fragments)
+
+    def gives_up_what_it_sent(self) -> None:
+        self.machine.followed({0: 2, 1: 0})
+        self.machine.exchanged(state(given_up=1))
+
     def named(self, versions: dict[int, int]) -> tuple[Trained, ...]:
         return self.machine.describe(self.machine.followed(versions))
 
@@ -272,21 +284,33 @@ def test_an_offer_says_of_what_it_may_hold_a_part() -> None:
     site.ask("east")
     site.hears((0, 4))
     site.ask("east", 2)
-    offer = Offer(
-        run_id="run",
-        worker_id="east",
-        incarnation=1,
-        fragment=0,
-        sequence=1,
-        size_bytes=0,
-        base_version=0,
-        oldest_base=0,
-        codec="fp32",
-        steps=1,
-        data=(Trained(dataset="train", places=(), begun=((0, 1),)),),
-    )
-    site.leases.accept(offer, 1, site.now)
-    site.leases.closed(0, 1, (), 2)
-    site.machine.followed({0: 1, 1: 0})
-    site.machine.exchanged(state(given_up=1))
+    site.brings_a_part("east", (0, 1))
+    site.gives_up_what_it_sent()
     assert site.table.given_up == Ranges([(0, 1)])
+
+
+def test_nobody_tears_a_unit_that_it_was_never_leased() -> None:
+    """A unit of which somebody begun a part may be given up: a liar that names those of others would have them trained
+    in vain."""
+    site = Cluster(fragments=2)
+    site.ask("east")
+    site.hears((0, 8))
+    site.ask("east", 2)
+    site.ask("west", 2)
+    site.brings_a_part("liar", (0, 8))
+    site.brings_a_part("west", (0, 3), (6, 8), version=2)  # of which (2, 3) is its own
+    site.gives_up_what_it_sent()
+    assert site.table.given_up == Ranges([(2, 3)])
+    assert site.table.held == {"east": Ranges([(0, 2)]), "west": Ranges([(3, 4)])}
+
+
+def test_after_a_restart_a_part_is_of_whoever_says_that_it_holds_the_unit() -> None:
+    site = Cluster(fragments=2)
+    site.ask("east")
+    site.hears((0, 4))
+    site.ask("east", 2)
+    again = site.restarted()
+    again.brings_a_part("east", (1, 3))
+    assert again.table.held["east"] == Ranges([(0, 3)]), "it was not known to hold unit 2"
+    again.gives_up_what_it_sent()
+    assert again.table.given_up == Ranges([(1, 3)])

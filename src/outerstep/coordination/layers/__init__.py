@@ -1,1 +1,1 @@
-"""Layers of a run: the life of a replica group in one of them, whichever engine carries its rounds."""
+"""Layers of a run: the decisions of a cluster, and the life of a replica group in any layer."""

@@ -1,11 +1,11 @@
-"""What a layer and the one around it must be to each other: momentum in one of them, and the shorter patience inside.
+"""The rules between a layer and the layer around it: momentum in only one of them, and less patience inside.
 
-    check_inner_momentum(0.9, …)        before anything was heard of the layer around: refused, unless insisted on
-    check_patience(inside, outside)     at a cluster's first join: refused where the layer around would give it up
-    warnings_about(inside, outside)     whenever that one has told its terms
+    check_inner_momentum(0.9, …)        before the outer layer has told its terms: refuses, unless insisted on
+    check_patience(inside, outside)     at a cluster's first join: refuses if the outer layer would give the cluster up
+    warnings_about(inside, outside)     whenever the outer layer has told its terms
 
-The layers file knows both layers and refuses whatever is not shorter inside (config/layers/rules.py). A process that is
-told of the other layer when it joins refuses what breaks the promise, and warns of the rest (docs/adr/0057).
+A layers file describes both layers, so config/layers/rules.py refuses every inner timeout that is not shorter. A
+process that learns the outer terms at its join refuses what breaks the promise and warns of the rest (docs/adr/0057).
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from dataclasses import dataclass
 
 from ...errors import ConfigError
 
-RUINS = "on two levels it ruins the model (docs/concepts/hierarchy.md#momentum-on-one-level-only)"
+RUINS = "momentum on two levels ruins the model (docs/concepts/hierarchy.md#momentum-on-one-level-only)"
 LONGEST_WAIT_S = 600.0
 COSTS_A_PLACE = "one dead member costs the whole cluster its place in a round"
 COSTS_TIME = "one dead member holds up the run above for longer than a dead cluster does"
-STOPS_ALL = "one dead member stops the cluster for ever, and the run above with it, which hears that the cluster lives"
+STOPS_ALL = (
+    "one dead member stops the cluster for ever, and the run above waits for ever, because the cluster seems alive"
+)
 LEADER_DIES = "the run above gives up the cluster while its members still wait for a leader that has died"
 
 
 @dataclass(frozen=True)
 class LayerTerms:
-    """`momentum`: μ of the outer step; nan = of an optimizer by name, which may have some, or not known. `waits_s`: how
-    long it waits for a silent member; inf = for ever. `deadline_s`: of its rounds; None = none, or not known.
-    `is_decided`: a controller sets that deadline, and may set another at any round. `member_leads`: one of its members
-    speaks to the layer around, which hears nobody while the others wait for that member; a server speaks on."""
+    """The terms of a layer. `momentum`: μ of its outer step; nan = unknown, or that of a named optimizer, which may use
+    momentum. `waits_s`: how long the layer waits for a silent member; inf = for ever. `deadline_s`: of its rounds;
+    None = none, or unknown. `is_decided`: a controller sets the deadline and may change it at any round.
+    `member_leads`: a member speaks to the outer layer. If that member dies, the outer layer hears nothing while the
+    others wait for it. (A server would keep speaking.)"""
 
     momentum: float = math.nan
     waits_s: float = 0.0
@@ -39,8 +42,8 @@ class LayerTerms:
 
 @dataclass(frozen=True)
 class TooPatient:
-    """`name` of the cluster is too long beside `beside` of the layer around. `why` it is refused at the first join;
-    "" = it costs time at most, and is warned of."""
+    """The cluster's setting `name` is too long compared with the outer layer's setting `beside`. `why`: the reason to
+    refuse the first join; "" = a warning is enough, because only time is lost."""
 
     name: str
     value: float
@@ -50,8 +53,8 @@ class TooPatient:
 
 
 def check_inner_momentum(momentum: float, optimizer: str = "", *, insists: bool) -> None:
-    """Of a cluster inside another layer, which usually has momentum. `optimizer`: whose momentum is nan. `insists`:
-    `inner_momentum` was said."""
+    """Refuse momentum in a cluster, because the outer layer usually has momentum. `optimizer`: the name of an optimizer
+    whose momentum is nan. `insists`: the user has set `inner_momentum`."""
     if insists or momentum == 0.0:
         return
     what = "outer_momentum must be 0 in a cluster, got "
@@ -59,20 +62,20 @@ def check_inner_momentum(momentum: float, optimizer: str = "", *, insists: bool)
     if math.isnan(momentum):
         what, got = "outer_optimizer must be left out in a cluster, got ", f"{optimizer!r}, which may have momentum"
     raise ConfigError(
-        f"{what}{got}: the layer above usually has some, and {RUINS}; leave it to the mean (outer_lr=1, "
-        "outer_momentum=0), or say inner_momentum=True (--inner-momentum) if the run above has none"
+        f"{what}{got}: the layer above usually has momentum, and {RUINS}; use the plain mean (outer_lr=1, "
+        "outer_momentum=0), or set inner_momentum=True (--inner-momentum) if the run above has no momentum"
     )
 
 
 def wait_for_above_s(usual_s: float, outside: LayerTerms) -> float:
-    """How long members wait for an exchange above, if nobody has said it: the usual time, or as long as the layer above
-    gives a round, if that is longer. Not as long as it likes: nobody waits for ever because another says so."""
+    """How long members wait for an exchange above by default: the usual time, or the outer layer's round deadline if
+    that is longer. An upper limit applies, so that no outer layer can make members wait for ever."""
     return max(usual_s, min(outside.deadline_s or 0.0, LONGEST_WAIT_S))
 
 
 def too_patient(inside: LayerTerms, outside: LayerTerms) -> list[TooPatient]:
-    """A cluster must have given up a dead member of its own before the layer around it gives up the cluster. What of
-    the cluster is too long."""
+    """The cluster's settings that are too long. A cluster must give up a dead member before the outer layer gives up
+    the cluster."""
     found = []
     if inside.waits_s >= outside.waits_s:
         found.append(TooPatient("timeout", inside.waits_s, "timeout", outside.waits_s, _why_given_up(inside, outside)))
@@ -90,8 +93,8 @@ def too_patient(inside: LayerTerms, outside: LayerTerms) -> list[TooPatient]:
 
 
 def _why_given_up(inside: LayerTerms, outside: LayerTerms) -> str:
-    """What a timeout breaks that is as long as the one outside. A server's signs of life go on while it waits for a
-    member, so that wait costs time only, if it ends."""
+    """What an inner timeout breaks if it is as long as the outer one. A server stays audible while it waits for a
+    member, so such a wait only costs time, if it ends."""
     if math.isinf(outside.waits_s):
         return ""
     if math.isinf(inside.waits_s):
@@ -100,18 +103,18 @@ def _why_given_up(inside: LayerTerms, outside: LayerTerms) -> str:
 
 
 def check_patience(inside: LayerTerms, outside: LayerTerms) -> None:
-    """Of a cluster that joins for the first time: later, to go on alone would lose more than what is wrong."""
+    """Refuse the first join of a cluster that is too patient. Later a refusal would do more harm than the mistake."""
     for wrong in too_patient(inside, outside):
         if wrong.why:
             raise ConfigError(_said(wrong))
 
 
 def warnings_about(inside: LayerTerms, outside: LayerTerms) -> list[str]:
-    """What is wrong between a cluster and the layer that it has joined, with the remedy. What is not known of either is
-    not found wrong."""
+    """Each contradiction between a cluster and the layer that it has joined, with the remedy. Unknown terms contradict
+    nothing."""
     found = []
     if inside.momentum != 0.0 and not math.isnan(outside.momentum) and outside.momentum != 0.0:
-        own = "an outer_optimizer that may have some" if math.isnan(inside.momentum) else f"{inside.momentum:g}"
+        own = "an outer_optimizer that may use some" if math.isnan(inside.momentum) else f"{inside.momentum:g}"
         found.append(
             f"momentum must be on one level only, got {own} in this cluster and {outside.momentum:g} in the run above: "
             f"{RUINS}; restart this cluster without inner_momentum, or the run above with outer_momentum 0"

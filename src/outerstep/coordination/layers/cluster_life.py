@@ -1,18 +1,18 @@
-"""The life of a cluster that is a worker of the layer above, as its own leader knows it.
+"""The life of a cluster that is a worker of the layer above, as its leader sees it.
 
     machine.life.place                 # TRAINING (reconfigure globally): nobody above answers
 
-`ClusterMachine` says what happens; here is what that means in the table (lifecycle.py). Its own rounds are what the
-cluster computes, seen from here; what it does above is a global sync, as its leader goes through it:
+`ClusterMachine` reports what happens; this file translates that into the table (lifecycle.py). The cluster's own rounds
+count as its computing. An exchange with the layer above is a global sync, seen as the leader:
 
-    global quorum           a round has closed after which it exchanges
-    pseudo-gradient         the contribution is ready, and the layer below keeps the record of it
-    global all-reduce       it is let go, and its round above is open
-    broadcast               what was agreed is on its way into the layer below
-    global commit           it is there, and members go on
-    reconfigure globally    nobody above answers. Its own rounds go on; so this is no rollback
+    global quorum           the last round before an exchange has closed
+    pseudo-gradient         the contribution is ready, and the layer below stores the record of it
+    global all-reduce       the contribution is sent, and its round above is open
+    broadcast               the agreement is moving into the layer below
+    global commit           the layer below has the agreement, and members continue
+    reconfigure globally    nobody above answers. The cluster's own rounds continue, so this is no rollback
 
-A cluster that has lost the layer above for good stands idle.
+A cluster that has lost the layer above for good is idle.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ UNHEARD = _leading(SubStep.GLOBAL_RECONFIGURE)
 
 
 class ClusterLife(TrackedLife):
+    """A cluster's life, told in the words of its machine."""
+
     def was_here(self) -> None:
-        """The record says so: this process takes up the life of one that is gone."""
+        """The record shows an earlier leader: this process resumes the life of a process that is gone."""
         self._life = Lifecycle(IDLE)
 
     def joined(self) -> None:
@@ -56,17 +58,17 @@ class ClusterLife(TrackedLife):
             self._feed(Happening.FIRST_QUORUM)
 
     def sent(self) -> None:
-        """A contribution is ready, and is being kept."""
+        """A contribution is ready. Its record is being stored."""
         if self._life.place == COMPUTING:
             self._feed(*OWN_ROUND, Happening.LEAD_GLOBAL, Happening.QUORUM_DONE)
 
     def let_go(self) -> None:
-        """It is kept, and on its way."""
+        """The record is stored, and the contribution may be sent."""
         if self._life.place == CALCULATING:
             self._feed(Happening.CALC_DONE)
 
     def exchanged(self, *, answered: bool, moved: bool) -> None:
-        """`answered`: no exchange has found nobody. (There may have been none.) `moved`: there is an agreement."""
+        """`answered`: no exchange has failed to reach the layer above. `moved`: there is an agreement."""
         if self._life.state is GroupState.DRAINING:
             if answered and self._life.step is SubStep.NOTICE_OTHERS:
                 self._feed(Happening.GROUP_OK)
@@ -82,33 +84,33 @@ class ClusterLife(TrackedLife):
                 self._feed(Happening.ALLREDUCE_DONE)
 
     def _put_off(self) -> None:
-        """What is under way above comes to nothing."""
+        """The exchange in progress has failed."""
         self.let_go()
         if self._life.place == REDUCING:
             self._feed(Happening.GLOBAL_PUT_OFF)
 
     def moved_below(self) -> None:
-        """What was agreed is in the layer below."""
+        """The layer below has the agreement."""
         if self._life.place == SPREADING:
             self._feed(Happening.BROADCAST_DONE, Happening.GROUP_OK)
 
     def handed_down(self) -> None:
-        """And its members go on."""
+        """The members continue."""
         if self._life.place == COMMITTING:
             self._feed(Happening.GLOBAL_COMMITTED)
 
     def drains(self) -> None:
-        """It contributes what is left, and leaves."""
+        """The cluster contributes the rest and leaves."""
         self._feed(Happening.DRAIN_SELF)
 
     def left(self) -> None:
-        """Whether or not it has ever joined."""
+        """The cluster has left, whether or not it ever joined."""
         if self._life.state is GroupState.INIT:
             self._feed(Happening.DRAIN_SELF)
         if self._life.state is GroupState.DRAINING:
             self._feed(Happening.LEFT)
 
     def lost(self) -> None:
-        """For good, or this process must not speak for the cluster any more."""
+        """The layer above is lost for good, or another process speaks for the cluster now."""
         if self._life.state not in (GroupState.IDLE, GroupState.EXIT):
             self._feed(*BREAKS_DOWN)

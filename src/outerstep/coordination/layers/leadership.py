@@ -1,17 +1,17 @@
-"""Who speaks for a cluster of equals: one rule, which every member applies to what it sees.
+"""The rule that chooses the leader of a cluster of equals. Every member applies it to what it sees.
 
-- Whoever is named leads: by an operator, by the plan of the layer above.
-- Else whoever leads goes on. It gives way if it is about to leave, if it cannot reach the layer above, or if another
-  member's line up is faster by far. A change costs a join and a pause, so a little is not enough, and a line that is
-  fast enough for anything is never slow.
-- If nobody leads, the lowest name does.
+- A member that is named leads. An operator or the plan of the layer above names it.
+- Otherwise the current leader stays. It gives way if it is about to leave, if it cannot reach the layer above, or if
+  another member's line up is much faster. A change costs a join and a pause, so a small advantage is not enough, and a
+  line above a fixed speed never counts as slow.
+- If there is no leader, the member with the lowest name leads.
 
-Only members that reach the layer above and do not leave are asked; if there is none, the lowest of those that stay
-goes on trying. A server is its cluster's only candidate.
+Candidates are the members that reach the layer above and are not leaving. If there are none, the lowest member that
+stays keeps trying. In a cluster with a server, the server is the only candidate.
 
-Members may see different things for a while, and an ex-leader may have slept through its own replacement. Nobody is
-asked to be sure: the layer above fences every instance but the newest, and the layer below keeps only the record of
-whoever leads the present quorum. So the rule decides who *tries*; those two decide who succeeds.
+Members may see different things for a while, and an old leader may sleep through its own replacement. Certainty is not
+needed: the layer above fences every instance but the newest, and the layer below stores only the record of the present
+quorum's leader. So the rule decides who *tries*, and those two decide who succeeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAST_ENOUGH: Final = 125e6  # bytes per second, a line of 1 Gbit/s
 
 @dataclass(frozen=True)
 class MemberInSight:
-    """A member, as another sees it. `leaves`: it is about to. `bytes_per_s`: of its line up; 0 = not measured."""
+    """A member, as another member sees it. `leaves`: soon. `bytes_per_s`: the rate of its line up; 0 = unknown."""
 
     name: str
     reaches_above: bool = True
@@ -37,8 +37,8 @@ class MemberInSight:
 def who_leads(
     healthy: Iterable[MemberInSight], named: str = "", leading: str = "", *, compares_lines: bool = True
 ) -> str | None:
-    """`named`: by an order, "" = nobody. `leading`: who leads now. `compares_lines`: False = it has led too shortly for
-    that. None: there is nobody at all."""
+    """The member that should lead; None = there are no members. `named`: by an order; "" = nobody. `leading`: the
+    current leader. `compares_lines`: False = the leader has not led long enough to be replaced for speed."""
     members = {member.name: member for member in healthy}
     stay = {name: member for name, member in members.items() if not member.leaves} or members
     able = {name: member for name, member in stay.items() if member.reaches_above} or stay
@@ -53,5 +53,5 @@ def who_leads(
 
 
 def _rate(member: MemberInSight) -> float:
-    """0 for what nobody can have measured."""
+    """The rate that counts. An impossible measurement is 0."""
     return min(member.bytes_per_s, FAST_ENOUGH) if 0.0 < member.bytes_per_s < float("inf") else 0.0

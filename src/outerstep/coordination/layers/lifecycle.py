@@ -1,4 +1,4 @@
-"""The life of a replica group: what it is doing, and what may happen to it next.
+"""The life of a replica group: a table of its states and of what can happen in each of them.
 
     life = Lifecycle()                              # in INIT
     life.feed(Happening.FIRST_QUORUM)               # in TRAINING, compute
@@ -6,13 +6,13 @@
     life.state, life.step                           # TRAINING, sync
     life.feed(Happening.ADVERTISE_JOIN)             # NoSuchEdge: TRAINING has no such edge
 
-A *replica group* is whatever takes part in one layer under one name: a worker of a server, a replica of a torchft run,
-a cluster that is a worker of the server above. All live by the same table, `EDGES`. Its states and sub-steps are those
-of the state diagram that the hierarchy was designed with; docs/concepts/lifecycle.md shows the two side by side, and is
-made from this file. `Edge.theirs` is the label there, "" = the edge is ours, and `why` says what it is for.
+A *replica group* takes part in one layer under one name: a worker of a server, a replica of a torchft run, or a cluster
+that is a worker of the server above. One table, `EDGES`, holds for all of them. Its states and sub-steps come from the
+state diagram that the hierarchy was designed with. docs/concepts/lifecycle.md is made from this file and shows the two
+side by side. `Edge.theirs` is the label in that diagram; "" = the edge is ours, and `why` gives its purpose.
 
-A group is in one place at a time. A happening moves it along an edge; or it is ignored by a rule that has a reason
-(`IGNORED`), which is counted; or it cannot be, and raises `NoSuchEdge`: whoever fed it is wrong about the group.
+A group is in one place at a time. A happening moves it along an edge. Or a rule with a reason (`IGNORED`) ignores the
+happening and counts it. Anything else raises `NoSuchEdge`, because the caller is wrong about the group.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 
 class GroupState(StrEnum):
+    """The states of a group; docs/concepts/lifecycle.md says what each means."""
+
     INIT = "INIT"
     TRAINING = "TRAINING"
     ROLLBACK = "ROLLBACK"
@@ -35,7 +37,7 @@ class GroupState(StrEnum):
 
 
 class SubStep(StrEnum):
-    """Where in its state a group is. INIT, IDLE and EXIT have none."""
+    """The place of a group within its state. INIT, IDLE and EXIT have no sub-steps."""
 
     NONE = ""
     # TRAINING: one round of its own layer
@@ -46,7 +48,7 @@ class SubStep(StrEnum):
     SYNC = "sync"
     VOTE = "vote"
     COMMIT = "commit"
-    # TRAINING: the layer above, as the leader of a cluster goes through it
+    # TRAINING: the layer above, seen as a cluster's leader
     GLOBAL_QUORUM = "global quorum"
     GLOBAL_SEND_CHECKPOINT = "send global checkpoint"
     GLOBAL_FETCH_CHECKPOINT = "fetch global checkpoint"
@@ -57,14 +59,14 @@ class SubStep(StrEnum):
     GLOBAL_COMMIT = "global commit"
     GLOBAL_SHUTDOWN = "shut global group down"
     GLOBAL_RECONFIGURE = "reconfigure globally"
-    # TRAINING: the layer above, as a follower sees it
+    # TRAINING: the layer above, seen as a follower
     WAIT_BROADCAST = "wait for broadcast"
     ASSIST = "assist"
     FOLLOWER_COMMIT = "follower's commit"
     # ROLLBACK
     TELL_ROLLBACK = "tell rollback"
     CANCEL = "cancel"
-    # DRAINING: who drains, and who notices
+    # DRAINING: the group itself, or another group that it has noticed
     NOTICE_OTHERS = "notice others"
     LAST_COMMIT = "last commit"
     RUN_TO_COMMIT = "run to commit"
@@ -75,7 +77,7 @@ class SubStep(StrEnum):
     # RECEIVED_JOIN
     FINISH_ROUND = "finish the round"
     ADVERTISE_COMMIT = "advertise commit"
-    # the process group is made anew, in whichever state asks for it
+    # rebuilding the process group, in any state that needs it
     SHUTDOWN = "shut group down"
     RECONFIGURE = "reconfigure"
 
@@ -123,7 +125,7 @@ class Happening(StrEnum):
 
 
 class GroupPlace(NamedTuple):
-    """A state, and where in it."""
+    """A state and a sub-step of it."""
 
     state: GroupState
     step: SubStep = SubStep.NONE
@@ -133,8 +135,8 @@ class GroupPlace(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """`source.step` NONE in a state that has sub-steps: from each of them. `theirs`: its label in the diagram that we
-    follow; "" = it is not there, and `why` says why it is here."""
+    """An edge of the table. `source.step` NONE in a state with sub-steps: from each of them. `theirs`: the edge's label
+    in the diagram that we follow; "" = that diagram lacks it, and `why` gives the reason for the edge."""
 
     source: GroupPlace
     happening: Happening
@@ -144,7 +146,7 @@ class Edge(NamedTuple):
 
 
 class NoSuchEdge(Exception):
-    """This cannot happen to a group that is there. Not an error of a user's: nobody outside raises or sees it."""
+    """This cannot happen to a group in that place. It is a bug, never a user's error, and stays inside."""
 
 
 _S, _P, _H = GroupState, SubStep, Happening
@@ -166,7 +168,7 @@ def _round() -> Iterable[Edge]:
     send, fetch = _training(_P.SEND_CHECKPOINT), _training(_P.FETCH_CHECKPOINT)
     yield Edge(INIT, _H.FIRST_QUORUM, COMPUTING, "first quorum / pg.configure()")
     yield Edge(COMPUTING, _H.STEP_DUE, quorum, "forward_done, backward_done")
-    yield Edge(COMPUTING, _H.NEED_HEAL, fetch, why="a round closed without it: it is behind before it asks")
+    yield Edge(COMPUTING, _H.NEED_HEAL, fetch, why="a round closed without the group, so it is behind before it asks")
     yield Edge(quorum, _H.QUORUM_DONE, sync, "quorum_done")
     yield Edge(quorum, _H.PEER_NEEDS_CHECKPOINT, send, "pg_same & peer_needs_ckpt?")
     yield Edge(quorum, _H.NEED_HEAL, fetch, "pg_same & need_heal?")
@@ -179,7 +181,7 @@ def _round() -> Iterable[Edge]:
 
 
 def _leader() -> Iterable[Edge]:
-    """A global sync, as the cluster's leader goes through it."""
+    """A global sync, seen as the cluster's leader."""
     quorum, calc, reduce, spread, vote, commit = map(
         _training,
         (
@@ -204,42 +206,42 @@ def _leader() -> Iterable[Edge]:
     yield Edge(fetch, _H.CHECKPOINT_RETURN, calc, "heal_done")
     yield Edge(calc, _H.CALC_DONE, reduce, "calc_done")
     yield Edge(reduce, _H.ALLREDUCE_DONE, spread, "allreduce_done")
-    yield Edge(spread, _H.BROADCAST_DONE, vote, why="the broadcast has no way out there")
+    yield Edge(spread, _H.BROADCAST_DONE, vote, why="the diagram has no edge out of the broadcast")
     yield Edge(vote, _H.GROUP_OK, commit, "group_ok")
     yield Edge(commit, _H.GLOBAL_COMMITTED, COMPUTING, "global_commit")
     for waits in (quorum, reduce, down, anew):
-        yield Edge(waits, _H.GLOBAL_PUT_OFF, COMPUTING, why="nobody above answers: the cluster's own rounds go on")
+        yield Edge(waits, _H.GLOBAL_PUT_OFF, COMPUTING, why="nobody above answers: the cluster's own rounds continue")
 
 
 def _follower() -> Iterable[Edge]:
-    """A global sync, as the other members of the cluster see it."""
+    """A global sync, seen as another member of the cluster."""
     wait, assist, commit = map(_training, (_P.WAIT_BROADCAST, _P.ASSIST, _P.FOLLOWER_COMMIT))
     yield Edge(_training(_P.COMMIT), _H.FOLLOW_GLOBAL, wait, "local_commit; yes & follower")
-    yield Edge(COMPUTING, _H.FOLLOW_GLOBAL, wait, why="what comes from above may find it at its next steps already")
+    yield Edge(COMPUTING, _H.FOLLOW_GLOBAL, wait, why="a version from above may arrive during the next steps")
     yield Edge(wait, _H.ASSIST_ASKED, assist, "send_ckpt_assist_message")
     yield Edge(assist, _H.ASSIST_DONE, wait, "assist_done")
     yield Edge(wait, _H.BROADCAST_RECEIVED, commit, "bcast_received")
     yield Edge(commit, _H.GLOBAL_COMMITTED, COMPUTING, "global_commit")
-    yield Edge(wait, _H.GLOBAL_PUT_OFF, COMPUTING, why="members wait for the layer above up to a limit, and train on")
+    yield Edge(wait, _H.GLOBAL_PUT_OFF, COMPUTING, why="members wait for the layer above up to a limit, then train on")
 
 
 def _faults() -> Iterable[Edge]:
-    """A fault: what is under way is cancelled. Another's: the group is made anew. Its own: it stands idle."""
+    """A fault cancels everything in progress. After another's fault the group is rebuilt. After its own it is idle."""
     told = GroupPlace(_S.ROLLBACK, _P.CANCEL)
     down, anew = GroupPlace(_S.ROLLBACK, _P.SHUTDOWN), GroupPlace(_S.ROLLBACK, _P.RECONFIGURE)
     yield Edge(GroupPlace(_S.TRAINING), _H.FAULT, ROLLING_BACK, "relevant_fault")
     for state in (_S.INIT, _S.DRAINING, _S.REJOIN, _S.RECEIVED_JOIN):
-        yield Edge(GroupPlace(state), _H.FAULT, ROLLING_BACK, why="a fault does not wait until the group trains")
+        yield Edge(GroupPlace(state), _H.FAULT, ROLLING_BACK, why="a fault can also happen before the group trains")
     yield Edge(ROLLING_BACK, _H.ROLLBACK_TOLD, told, "rollback_broadcasted")
     yield Edge(told, _H.CANCELLED, down, "futs_cancelled")
     yield Edge(down, _H.SELF_FAULT, IDLE, "self_fault (Err-2)")
-    yield Edge(anew, _H.FAULT, ROLLING_BACK, why="a second fault while the group is made anew: from the beginning")
+    yield Edge(anew, _H.FAULT, ROLLING_BACK, why="a second fault while the group is being rebuilt: start again")
     yield Edge(IDLE, _H.ADVERTISE_JOIN, GroupPlace(_S.REJOIN, _P.ADVERTISE), "advertise_join")
     yield Edge(IDLE, _H.PREEMPTED, EXIT, "pre-empted")
 
 
 def _joins() -> Iterable[Edge]:
-    """A group comes back, and the others receive it: both when the round that is open has closed."""
+    """A group rejoins, and the others receive it, both after the open round has closed."""
     advertise, wait = GroupPlace(_S.REJOIN, _P.ADVERTISE), GroupPlace(_S.REJOIN, _P.WAIT_CURRENT)
     finish = GroupPlace(_S.RECEIVED_JOIN, _P.FINISH_ROUND)
     told = GroupPlace(_S.RECEIVED_JOIN, _P.ADVERTISE_COMMIT)
@@ -251,28 +253,28 @@ def _joins() -> Iterable[Edge]:
 
 
 def _drains() -> Iterable[Edge]:
-    """A group goes, and the others notice: both finish the round that is open."""
+    """A group leaves, and the others notice. Both finish the open round."""
     last, exit_ = GroupPlace(_S.DRAINING, _P.LAST_COMMIT), EXIT
     run, survive = GroupPlace(_S.DRAINING, _P.RUN_TO_COMMIT), GroupPlace(_S.DRAINING, _P.SURVIVOR_COMMIT)
     down = GroupPlace(_S.DRAINING, _P.SHUTDOWN)
     yield Edge(GroupPlace(_S.TRAINING), _H.DRAIN_SELF, LEAVING, "drain_self")
     yield Edge(GroupPlace(_S.TRAINING), _H.DRAIN_NOTICED, run, "drain_noticed")
     for state in (_S.INIT, _S.ROLLBACK, _S.REJOIN, _S.RECEIVED_JOIN):
-        yield Edge(GroupPlace(state), _H.DRAIN_SELF, LEAVING, why="whoever is told to go goes, whatever it is doing")
+        yield Edge(GroupPlace(state), _H.DRAIN_SELF, LEAVING, why="an order to leave holds in any state")
     for noticed in (run, survive, down, GroupPlace(_S.DRAINING, _P.RECONFIGURE)):
-        yield Edge(noticed, _H.DRAIN_SELF, LEAVING, why="who noticed another's drain may be told to go itself")
+        yield Edge(noticed, _H.DRAIN_SELF, LEAVING, why="a group that noticed a drain may be told to leave, too")
     yield Edge(LEAVING, _H.GROUP_OK, last, "local_ok / implicit_sync")
     yield Edge(last, _H.LEFT, exit_, "if_drainer")
-    yield Edge(LEAVING, _H.LEFT, exit_, why="nothing is left to commit, or its time to do so is over")
-    yield Edge(LEAVING, _H.DRAIN_WITHDRAWN, COMPUTING, why="the order is taken back before the group has obeyed it")
-    yield Edge(last, _H.DRAIN_WITHDRAWN, COMPUTING, why="the order is taken back before the group has obeyed it")
+    yield Edge(LEAVING, _H.LEFT, exit_, why="nothing is left to commit, or the time for it is over")
+    yield Edge(LEAVING, _H.DRAIN_WITHDRAWN, COMPUTING, why="the order was withdrawn before the group obeyed it")
+    yield Edge(last, _H.DRAIN_WITHDRAWN, COMPUTING, why="the order was withdrawn before the group obeyed it")
     yield Edge(run, _H.GROUP_OK, survive, "proceed_to_commit")
     yield Edge(survive, _H.MEMBERS_CHANGED, down, "if_survivor | collective_timeout")
 
 
 def _reconfigures() -> Iterable[Edge]:
-    """The process group is shut down and made anew. The group stays in the state that asked for it until it is ready;
-    one that found out at a quorum asks for that quorum again."""
+    """The process group is shut down and rebuilt. Until it is ready, the group stays in the state that needed it. If a
+    quorum showed the need, the group asks for that quorum again."""
     for state in (_S.TRAINING, _S.ROLLBACK, _S.DRAINING, _S.REJOIN, _S.RECEIVED_JOIN):
         down, anew = GroupPlace(state, _P.SHUTDOWN), GroupPlace(state, _P.RECONFIGURE)
         yield Edge(down, _H.GROUP_DOWN, anew, "pg_down && pg_other_fault (Err 1)")
@@ -288,28 +290,28 @@ EDGES: tuple[Edge, ...] = (
     *_drains(),
     *_reconfigures(),
 )
-"""Everything that may happen, and all of it. What a group may do, the diagram and the tests follow from it."""
+"""Everything that may happen. The groups, the diagram and the tests all use this table."""
 
 _GONE = "it has left"
-_APART = "it is not among those who train: nothing of it is under way"
-_ANEW = "it will meet the others anew anyway"
+_APART = "it does not train, so it has nothing in progress"
+_ANEW = "it will meet the others again anyway"
 
 IGNORED: Mapping[tuple[GroupState, Happening], str] = {
     **{(_S.EXIT, what): _GONE for what in (_H.FAULT, _H.DRAIN_SELF, _H.DRAIN_NOTICED, _H.RECEIVED_JOIN, _H.LEFT)},
     **{(_S.IDLE, what): _APART for what in (_H.FAULT, _H.DRAIN_SELF, _H.DRAIN_NOTICED, _H.RECEIVED_JOIN)},
     **{(state, _H.RECEIVED_JOIN): _ANEW for state in (_S.INIT, _S.ROLLBACK, _S.REJOIN, _S.RECEIVED_JOIN)},
     **{(state, _H.DRAIN_NOTICED): _ANEW for state in (_S.INIT, _S.ROLLBACK, _S.REJOIN, _S.RECEIVED_JOIN)},
-    (_S.DRAINING, _H.RECEIVED_JOIN): "it goes, or makes its group anew when this round has closed",
-    (_S.DRAINING, _H.DRAIN_NOTICED): "it goes itself, or has noticed one drain: one new group will do for both",
+    (_S.DRAINING, _H.RECEIVED_JOIN): "it leaves, or rebuilds its group when this round has closed",
+    (_S.DRAINING, _H.DRAIN_NOTICED): "it leaves itself, or has noticed a drain: one rebuilt group serves both",
     (_S.DRAINING, _H.DRAIN_SELF): "it drains already",
     (_S.ROLLBACK, _H.FAULT): "it is rolling back already",
 }
-"""What may reach a group that has no use for it, and why that is no error. An edge comes first."""
+"""Happenings that may reach a group without effect, and why that is no error. An edge takes precedence."""
 
 
 _ALONE = "the server above holds the model: no cluster sends or takes a checkpoint of the layer above"
-_NO_HELP = "the leader sends by itself: it asks no follower to carry a part of it"
-_ONE_VOTE = "a contribution is made ready and kept before it is known whether anybody answers"
+_NO_HELP = "the leader sends everything itself and asks no follower for help"
+_ONE_VOTE = "a contribution is ready and stored before it is known whether anybody answers"
 
 RESERVED: Mapping[tuple[GroupPlace, Happening], str] = {
     (_training(_P.GLOBAL_QUORUM), _H.PEER_NEEDS_CHECKPOINT): _ALONE,
@@ -319,14 +321,14 @@ RESERVED: Mapping[tuple[GroupPlace, Happening], str] = {
     (_training(_P.WAIT_BROADCAST), _H.ASSIST_ASKED): _NO_HELP,
     (_training(_P.ASSIST), _H.ASSIST_DONE): _NO_HELP,
     (_training(_P.GLOBAL_QUORUM), _H.GLOBAL_PUT_OFF): _ONE_VOTE,
-    (_training(_P.GLOBAL_SHUTDOWN), _H.GLOBAL_PUT_OFF): "nothing is shut down that could take long: there is a server",
+    (_training(_P.GLOBAL_SHUTDOWN), _H.GLOBAL_PUT_OFF): "there is a server, so no shutdown can take long",
     (
         _training(_P.GLOBAL_RECONFIGURE),
         _H.GLOBAL_PUT_OFF,
-    ): "the cluster stays there until somebody above is heard again",
-    (_training(_P.COMMIT), _H.FOLLOW_GLOBAL): "a server hears of the exchange when its members are at their next steps",
+    ): "the cluster stays there until the layer above answers again",
+    (_training(_P.COMMIT), _H.FOLLOW_GLOBAL): "a server learns of the exchange after its members' next steps began",
 }
-"""Edges of the diagram that we follow which nothing in outerstep takes today, and why."""
+"""Edges of that diagram that nothing in outerstep takes today, and why."""
 
 
 def _places() -> dict[GroupState, tuple[SubStep, ...]]:
@@ -339,7 +341,7 @@ def _places() -> dict[GroupState, tuple[SubStep, ...]]:
 
 
 STEPS: Mapping[GroupState, tuple[SubStep, ...]] = _places()
-"""By state: its sub-steps, in the order of the table."""
+"""The sub-steps of each state, in the order of the table."""
 
 PLACES: tuple[GroupPlace, ...] = tuple(GroupPlace(state, step) for state, steps in STEPS.items() for step in steps)
 
@@ -347,7 +349,7 @@ _IN_WORDS: frozenset[str] = frozenset(map(str, PLACES))
 
 
 def known_place(said: str) -> str:
-    """As a group says where it is; "" if there is no such place."""
+    """The place that a group reports, or "" if there is no such place."""
     return said if said in _IN_WORDS else ""
 
 
@@ -355,7 +357,7 @@ EdgeTable = Mapping[tuple[GroupPlace, Happening], GroupPlace]
 
 
 def targets(edges: Iterable[Edge] = EDGES) -> EdgeTable:
-    """By place and happening: where that leads. An edge from a whole state starts at each of its sub-steps."""
+    """(place, happening) → the next place. An edge from a whole state starts at each of its sub-steps."""
     found: dict[tuple[GroupPlace, Happening], GroupPlace] = {}
     for edge in edges:
         steps = (edge.source.step,) if edge.source.step else STEPS[edge.source.state]
@@ -370,12 +372,12 @@ TARGETS: EdgeTable = targets()
 
 
 def possible(place: GroupPlace) -> tuple[Happening, ...]:
-    """What moves a group that is there."""
+    """The happenings that move a group from this place."""
     return tuple(happening for happening in Happening if (place, happening) in TARGETS)
 
 
 class Lifecycle:
-    """One group's. `at`: where it is taken up. `table`: another than ours, for tests."""
+    """The life of one group. `at`: where it starts. `table`: replaces ours in tests."""
 
     __slots__ = ("ignored", "place", "table")
 
@@ -394,11 +396,11 @@ class Lifecycle:
 
     @property
     def has_ended(self) -> bool:
-        """It has left for good. A new start under the same name is a new life."""
+        """The group has left for good. A restart under the same name is a new life."""
         return self.place == EXIT
 
     def feed(self, *happenings: Happening) -> GroupPlace:
-        """These have happened, in this order. Where it is then."""
+        """Apply these happenings in order. Returns the group's new place."""
         for happening in happenings:
             target = self.table.get((self.place, happening))
             if target is not None:
@@ -410,13 +412,13 @@ class Lifecycle:
         return self.place
 
     def may(self, happening: Happening) -> bool:
-        """Is there an edge for it?"""
+        """Is there an edge for this happening?"""
         return (self.place, happening) in self.table
 
 
 class TrackedLife:
-    """A life that is told of what happens while that is decided elsewhere. `unclear`: what the table does not know,
-    which is a bug and must stop nobody; its place is not known from then on. `life`: one that somebody watches."""
+    """A life that follows decisions made elsewhere. `unclear`: a happening that the table does not allow. Such a
+    bug must stop nobody; the place is unknown from then on. `life`: an existing life to follow."""
 
     def __init__(self, life: Lifecycle | None = None) -> None:
         self._life = Lifecycle(INIT) if life is None else life
@@ -435,13 +437,13 @@ class TrackedLife:
 
 
 BREAKS_DOWN = (_H.FAULT, _H.ROLLBACK_TOLD, _H.CANCELLED, _H.SELF_FAULT)
-"""A group's own fault, seen from outside: by then what it had under way is cancelled, and it stands idle."""
+"""A group's own fault, seen from outside: everything that it had in progress is cancelled, and it is idle."""
 
 ANOTHERS_FAULT = (_H.FAULT, _H.ROLLBACK_TOLD, _H.CANCELLED, _H.GROUP_DOWN)
-"""What it had under way is cancelled, and it waits until the others can be met again."""
+"""Another group's fault: everything in progress is cancelled, and the group waits to meet the others again."""
 
 COMES_BACK = (_H.ADVERTISE_JOIN, _H.JOIN_HEARD)
-"""It has joined again, and waits for the round that is open."""
+"""The group has rejoined, and waits for the open round to close."""
 
 IS_TAKEN_IN = (_H.COMMITS_SEEN, _H.GROUP_DOWN, _H.GROUP_READY)
-"""That round has closed: it takes part from now on."""
+"""That round has closed: the group takes part from now on."""

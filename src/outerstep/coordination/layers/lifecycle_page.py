@@ -1,6 +1,6 @@
-"""The table of a group's life for readers: diagrams and tables for the documentation.
+"""The diagrams and tables of docs/concepts/lifecycle.md, made from the table of a group's life.
 
-python -m outerstep.coordination.layers.lifecycle_page docs/concepts/lifecycle.md        # renews them in it
+python -m outerstep.coordination.layers.lifecycle_page docs/concepts/lifecycle.md        # renews the page
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NODES: dict[SubStep, str] = {
     SubStep.SHUTDOWN: "PG_SHUTDOWN",
     SubStep.RECONFIGURE: "PG_RECONFIG",
 }
-"""What each sub-step is called in the diagram that we follow."""
+"""The name of each sub-step in the diagram that we follow."""
 
 ROUND: tuple[SubStep, ...] = (
     *(SubStep.COMPUTE, SubStep.QUORUM, SubStep.SEND_CHECKPOINT, SubStep.FETCH_CHECKPOINT, SubStep.SYNC, SubStep.VOTE),
@@ -55,7 +55,7 @@ ROUND: tuple[SubStep, ...] = (
 
 
 def renew(page: str) -> str:
-    """The page with its diagrams and tables as the code has them, each between its two marks."""
+    """The page with its diagrams and tables renewed from the code, each between two marks."""
     made = {
         "states": _flow(),
         "training": _training(),
@@ -82,7 +82,7 @@ def _mermaid(lines: Iterable[str]) -> str:
 
 
 def _arrows(pairs: Iterable[tuple[str, str, Happening]]) -> list[str]:
-    """One arrow per pair of nodes, with everything that leads along it."""
+    """One arrow per pair of nodes, labelled with all its happenings."""
     labels: dict[tuple[str, str], dict[str, None]] = {}
     for source, target, happening in pairs:
         labels.setdefault((source, target), {})[happening] = None
@@ -97,7 +97,7 @@ def _flow() -> str:
 
 
 def _node(place: GroupPlace) -> str:
-    """Of a sub-step, without blanks."""
+    """A sub-step's name in a diagram, without blanks."""
     return re.sub(r"\W+", "_", f"{place.state}_{place.step}").strip("_")
 
 
@@ -111,7 +111,7 @@ def _inner(state: GroupState, steps: Iterable[SubStep]) -> list[str]:
 
 
 def _training() -> str:
-    """TRAINING: the round of its own layer, and the layer above as leader and as follower."""
+    """TRAINING: the round of the group's own layer, and the layer above as leader and as follower."""
     leads = [step for step in STEPS[GroupState.TRAINING] if step.name.startswith("GLOBAL") or step in _LEADS]
     follows = [SubStep.WAIT_BROADCAST, SubStep.ASSIST, SubStep.FOLLOWER_COMMIT]
     groups = {"own round": ROUND, "global sync as leader": leads, "global sync as follower": follows}
@@ -130,7 +130,7 @@ _LEADS = (SubStep.PSEUDOGRADIENT, SubStep.BROADCAST)
 
 
 def _others() -> str:
-    """The other states that have sub-steps. (Faults and drains of whole states are in the flow of states.)"""
+    """The other states with sub-steps. (The flow of states shows faults and drains of whole states.)"""
     lines: list[str] = []
     for state in (GroupState.ROLLBACK, GroupState.DRAINING, GroupState.REJOIN, GroupState.RECEIVED_JOIN):
         lines += [f"state {state} {{", *(f"    {one}" for one in _inner(state, STEPS[state])), "}"]

@@ -12,6 +12,8 @@ special about one whose steps are the rounds of others:
                                                              └──┴─ nobody answers: Rest, and read again
 
     idle ─▶ rounds have closed: FollowBelow ─▶ TakeRounds ─▶ hand down ─▶ ReleaseMembers ─▶ idle
+                                     ▲                          │
+                                     └────── more have closed ──┘
          ─▶ nobody is left:     ContributeRest ─▶ hand down ─▶ idle
          ─▶ stop:               LeaveAbove ─▶ hand down ─▶ over
          ─▶ told to finish:     EndBelow ─▶ nobody is left (or a minute later): as for stop
@@ -25,9 +27,10 @@ been sent, joins (which fences whoever still speaks), and only then asks what be
 If the layer below cannot keep the record, nothing is offered and nothing moves until it can; a cluster that is stopped
 meanwhile leaves without contributing.
 
-Members wait for an exchange (`round_closed` says for how long) only if it begins with the very round that they have
-closed, and not while the layer above does not answer. The wait has a limit of its own, so that nobody waits in a
-circle: not even a leader that never comes back can hold them longer.
+Members wait for an exchange (`round_closed` says for how long) if it begins with the very round that they have closed.
+They also wait if they close a round in the middle of an exchange that nobody waits for yet: the leader has fallen
+behind them, and catches up before it releases them. Nobody waits while the layer above does not answer. Each wait has a
+limit of its own, so that nobody waits in a circle: not even a leader that never comes back can hold them longer.
 """
 
 from __future__ import annotations
@@ -95,6 +98,9 @@ class ClusterMachine:
         self._last_looks: int | None = None  # before it leaves for good; None = nobody wants it to
         self._deferred = 0
         self._is_heard = True  # the last exchange was answered
+        self._is_exchanging = False  # a contribution is ready, and what becomes of it is not known yet
+        self._is_awaited = False  # members were told to wait for that exchange, or for the next one
+        self._owes_release = False  # members may wait for an exchange that is over
 
     # --- what the leader is to do -----------------------------------------------------------------------------------
 
@@ -121,6 +127,9 @@ class ClusterMachine:
             self.life.left()
         elif not self.has_joined:
             return
+        elif self._owes_release and not self._catches_up:
+            self._todo.append(ReleaseMembers())
+            self._owes_release = False
         elif self._is_told_to_end and self._last_looks is None:
             self._todo.append(EndBelow())
             self._last_looks = LAST_LOOKS
@@ -140,6 +149,12 @@ class ClusterMachine:
             self._todo.append(ContributeRest())
 
     @property
+    def _catches_up(self) -> bool:
+        """Are there rounds to take before members may go on? Released at once, they would be a round ahead for ever."""
+        is_ending = self.is_stopping or self._is_told_to_end
+        return self._rounds > 0 and self._is_heard and self.wait_s > 0.0 and not is_ending
+
+    @property
     def rounds(self) -> int:
         """Closed below, and no steps of the worker above yet. (In S they may be: it follows T after each move.)"""
         return self._rounds
@@ -151,7 +166,8 @@ class ClusterMachine:
 
     @property
     def is_idle(self) -> bool:
-        return self.has_joined and not (self._todo or self._rounds or self.failure or self.is_over)
+        is_busy = self._todo or self._rounds or self._owes_release
+        return self.has_joined and not (is_busy or self.failure or self.is_over)
 
     # --- what happens in the layer below: from any thread, in turn --------------------------------------------------
 
@@ -167,11 +183,15 @@ class ClusterMachine:
     def round_closed(self, *, exchanges_next: bool) -> float:
         """Of the first fragment, with members in it. `exchanges_next`: the worker above exchanges with its next step.
         Returns for how long the members wait for what comes of that: steps that are taken meanwhile would be steps from
-        weights that are about to move."""
-        waits = exchanges_next and self.is_idle and self._is_heard
+        weights that are about to move. They are told so once for each exchange."""
+        begins = exchanges_next and self.is_idle
+        is_ahead = self._is_exchanging and isinstance(self._current, TakeRounds) and not self._is_awaited
         self._rounds += 1
         self._is_empty = False
-        return self.wait_s if waits else 0.0
+        if not (begins or is_ahead) or not self._is_heard or self.is_stopping or self.failure:
+            return 0.0
+        self._is_awaited = True
+        return self.wait_s
 
     def emptied(self) -> None:
         """The last member has left."""
@@ -195,6 +215,7 @@ class ClusterMachine:
     def sent(self) -> None:
         """In the middle of an exchange: one more contribution is part of the worker's state, and held back."""
         self._sent += 1
+        self._is_exchanging = True
         self.life.sent()
         if self._offer is None:
             self._offer = Withdraw(self.failure) if self.failure else KeepRecord()
@@ -282,14 +303,16 @@ class ClusterMachine:
         self._todo.append(KeepRecord())
 
     def exchanged(self, moving: Collection[int], *, deferred: int, told_to_end: bool = False) -> None:
-        """`deferred`: how many exchanges have found nobody, in all."""
+        """`deferred`: how many exchanges have found nobody, in all. With a delay, it is told as soon as a contribution
+        is on its way: members need not wait for more."""
         task = self._take()
+        self._is_exchanging = self._is_awaited = False
         self._is_heard, self._deferred = deferred == self._deferred, deferred
         self.life.exchanged(answered=self._is_heard, moved=bool(moving))
         self._is_told_to_end = self._is_told_to_end or told_to_end
         self._todo.extendleft(reversed(self._hand_down(moving)))
         if isinstance(task, TakeRounds | TakeRest):
-            self._todo.append(ReleaseMembers())
+            self._owes_release = True
         elif isinstance(task, LeaveAbove):
             self._has_left = True
 

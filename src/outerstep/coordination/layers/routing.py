@@ -1,18 +1,18 @@
-"""Which way a cluster reaches the layer above: straight, or through another cluster that relays.
+"""The choice of a cluster's way to the layer above: direct, or through another cluster that relays.
 
-A *way* is an address of the server above, and the relay in between ("" = none). Ways are measured by every real
-transfer and, now and then, by a small probe. The rules:
+A *way* is an address of the server above and an optional relay ("" = none). Every real transfer measures its way, and
+now and then a small probe does. The rules:
 
-- The way that the plan of the layer above names, unless another is twice as fast by our own measurement, or it is cut.
-  The plan knows what all clusters send; a cluster knows that its call has just failed.
-- If no plan names one: straight, unless another way is a quarter faster, or straight is cut.
-- Back again as soon as that is no longer so.
-- A way is cut when a call on it gets no answer, and whole again when two probes in a row do.
-- A way that was changed for speed is kept for a while: two links that are nearly alike must not take turns.
-- Several addresses are one server that may have been moved. The next one is tried only when no way leads to the one in
-  use, and nothing but the same leads back: where a run was moved from, an older copy of it may still be standing.
+- Take the way that the plan of the layer above names, unless that way is cut, or another way measures twice as fast.
+  The plan knows what all clusters send; a cluster knows that its own call has just failed.
+- If no plan names a way, go direct, unless the direct way is cut, or another way is a quarter faster.
+- Return to the first choice as soon as the reason for the change is gone.
+- A way is cut when a call on it gets no answer. It works again after two answers in a row.
+- After a change for speed, keep the way for a while: two similar links must not alternate.
+- Several addresses stand for one server that may have moved. Try the next address only when no way reaches the current
+  one, and return only for the same reason: the old address may still serve an older copy of the run.
 
-Nothing here waits, calls or looks at a clock: `best` is asked before a call, and told afterwards how it went.
+Nothing here waits, calls or reads a clock. Ask `best` before a call, and report afterwards how the call went.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ..autoconfig.state import HYSTERESIS
 from ..backoff import Backoff
 from ..cost import RouteCost
 
-PLANNED: Final = 2.0  # a way that a plan names may be slower by this
-ANSWERS: Final = 2  # in a row, until a way that was cut is whole
-KEPT_S: Final = 60.0  # at least, after a change for speed
-PROBE_S: Final = 60.0  # between probes of a way that works
-CUT_PROBES: Final = Backoff(1.0, 30.0)  # of one that does not
-LEAST_BYTES: Final = 1 << 20  # of the exchange that ways are compared by
+PLANNED: Final = 2.0  # a planned way may be slower by this factor
+ANSWERS: Final = 2  # in a row, until a cut way works again
+KEPT_S: Final = 60.0  # how long a way is kept after a change for speed
+PROBE_S: Final = 60.0  # between probes of a working way
+CUT_PROBES: Final = Backoff(1.0, 30.0)  # of a cut way
+LEAST_BYTES: Final = 1 << 20  # the smallest exchange that ways are compared by
 UP, DOWN = "up", "down"
 
 
 @dataclass(frozen=True)
 class WayUp:
-    """`relay`: "" = straight."""
+    """A way to the layer above. `relay`: "" = direct."""
 
     server: str
     relay: str = ""
@@ -49,7 +49,8 @@ class WayUp:
 
 @dataclass
 class _State:
-    """`failures`: in a row. `answers`: in a row since the last of them. `tried_at`: -inf = never."""
+    """The recent calls on a way. `failures`: in a row. `answers`: in a row since the last failure. `tried_at`:
+    -inf = never."""
 
     failures: int = 0
     answers: int = 0
@@ -63,7 +64,7 @@ class _State:
 
 @dataclass(frozen=True)
 class WayView:
-    """How a way stands, for a status. Rates are 0 where nothing is known."""
+    """The state of a way, for a status. An unknown rate is 0."""
 
     way: WayUp
     is_used: bool
@@ -76,7 +77,7 @@ class WayView:
 
 @dataclass(frozen=True)
 class MeasuredWay:
-    """With the seconds since each direction was measured last."""
+    """A way with the seconds since the last measurement of each direction."""
 
     view: WayView
     up_age_s: float
@@ -84,28 +85,28 @@ class MeasuredWay:
 
 
 class Routing:
-    """All ways of one cluster to the layer above. `servers` in the order in which they are tried, `relays` in any."""
+    """All ways of one cluster to the layer above. `servers`: in the order of the attempts. `relays`: in any order."""
 
     def __init__(self, servers: Sequence[str], relays: Iterable[str] = ()) -> None:
         relays = list(dict.fromkeys(relays))
         self.ways = [WayUp(server, relay) for server in dict.fromkeys(servers) for relay in ("", *relays)]
         self.current = self.ways[0]
-        self.reason = ""  # why this way, if it is not the first
+        self.reason = ""  # why this way was taken, if it is not the first choice
         self._states = {way: _State() for way in self.ways}
         self._meter = LinkMeter("cluster")
         self._size_bytes = LEAST_BYTES
         self._changed_at = -math.inf
-        self.ordered: str | None = None  # the relay that a plan names, "" = none; None = there is no plan
+        self.ordered: str | None = None  # the relay that the plan names; "" = direct; None = there is no plan
 
     def order(self, relay: str | None) -> None:
-        """What the plan in force says: a relay's address, "" for straight, None for nothing. A relay that is not one of
-        ours is nothing that we could obey."""
+        """Follow the current plan: a relay's address, "" for direct, None for no choice. A relay that we do not know
+        counts as no choice."""
         known = relay if relay is None or any(way.relay == relay for way in self.ways) else None
         if known != self.ordered:
             self.ordered, self._changed_at = known, -math.inf
 
     def best(self, now: float, avoid: Collection[WayUp] = ()) -> WayUp | None:
-        """The way for the next call. `avoid`: those that just failed it. None = there is no other."""
+        """The way for the next call. `avoid`: the ways on which this call has just failed. None = no way is left."""
         if self.current not in avoid and self._states[self.current].is_whole:
             self._change_for_speed(now)
         else:
@@ -113,7 +114,7 @@ class Routing:
         return self.current if self.current not in avoid else None
 
     def failed(self, way: WayUp, now: float, since: float = math.inf) -> None:
-        """There was no answer on it. `since`: when the call began; calls that were cut together are one failure."""
+        """A call got no answer. `since`: when it began. Calls that were cut together count as one failure."""
         state = self._states[way]
         if state.failures and state.tried_at >= since:
             return
@@ -121,7 +122,7 @@ class Routing:
         state.failures, state.answers, state.tried_at = state.failures + 1, 0, now
 
     def answered(self, way: WayUp, now: float, latency_s: float | None = None) -> None:
-        """It was answered, whatever was said. `latency_s`: of a call that takes no time at the other end."""
+        """A call got an answer of any kind. `latency_s`: if the other end answers such a call at once."""
         state = self._states[way]
         state.answers, state.tried_at = state.answers + 1, now
         if state.is_whole:
@@ -133,7 +134,7 @@ class Routing:
             self._meter.answered(DOWN, str(way), latency_s / 2)
 
     def moved(self, way: WayUp, now: float, seconds: float, *, up_bytes: int = 0, down_bytes: int = 0) -> None:
-        """So many bytes took so long, latency left out. If they are enough to measure by, no probe is needed soon."""
+        """This many bytes took this long, without latency. Enough bytes for a measurement postpone the next probe."""
         self._size_bytes = max(self._size_bytes, up_bytes, down_bytes)
         if max(up_bytes, down_bytes) >= SMALLEST_BYTES and self._states[way].is_whole:
             self._states[way].probe_at = now + PROBE_S
@@ -143,12 +144,12 @@ class Routing:
             self._meter.transferred(DOWN, str(way), down_bytes, seconds, now)
 
     def probed_in_vain(self, way: WayUp, now: float) -> None:
-        """It was answered that it is not wanted: nothing was measured."""
+        """The other end refused a probe, so nothing was measured."""
         self.answered(way, now)
         self._states[way].probe_at = now + PROBE_S
 
     def due(self, now: float) -> list[WayUp]:
-        """The ways to probe now: all that are cut, and those of the server in use."""
+        """The ways to probe now: cut ways, and those to the current server."""
         return [
             way
             for way, state in self._states.items()
@@ -163,7 +164,7 @@ class Routing:
         return [self._view(way, rates) for way in self.ways]
 
     def measured(self, now: float) -> list[MeasuredWay]:
-        """Those to the server in use of which both directions are known, for the plan that is made above."""
+        """The ways to the current server with both directions measured, for the plan of the layer above."""
         ages = {(each.source, each.target): each.age_s for each in self._meter.reports(now)}
         found = []
         for view in self.views():
@@ -175,7 +176,7 @@ class Routing:
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _change_for_speed(self, now: float) -> None:
-        """Among the whole ways to the server in use."""
+        """Compare the working ways to the current server."""
         rates = self._rates()
         costs = {
             way: self._seconds(self._view(way, rates))
@@ -183,14 +184,14 @@ class Routing:
             if way.server == self.current.server and self._states[way].is_whole
         }
         usual = WayUp(self.current.server, self.ordered or "")
-        limit = PLANNED if self.ordered is not None else HYSTERESIS  # a way at most so much slower is as good
+        limit = PLANNED if self.ordered is not None else HYSTERESIS  # slower by at most this factor is good enough
         fastest = min(costs, key=lambda way: costs[way])
         was_cut = self._changed_at == -math.inf
         if not was_cut and now - self._changed_at < KEPT_S:
             return
         if self.current == usual:
-            if limit * costs[fastest] < costs[usual] < math.inf:  # what is not known is not slow
-                name = usual.relay or "straight"
+            if limit * costs[fastest] < costs[usual] < math.inf:  # unknown does not mean slow
+                name = usual.relay or "the direct way"
                 self._take(fastest, f"{name} takes {costs[usual] / costs[fastest]:.1f} times as long", now)
         elif usual in costs and (
             costs[usual] <= (limit if was_cut else math.sqrt(limit)) * costs[fastest] or costs[usual] == math.inf
@@ -200,7 +201,8 @@ class Routing:
             self._take(fastest, f"{self.current} takes {costs[self.current] / costs[fastest]:.1f} times as long", now)
 
     def _change_for_need(self, now: float, avoid: Collection[WayUp]) -> None:
-        """The way in use is cut: another to the same server, else to the next; those that work first, then in turn."""
+        """The current way is cut. Take another to the same server, else one to the next: working ways first, then in
+        turn."""
         place = {way: number for number, way in enumerate(self.ways)}
         here = self.current.server
         others = [way for way in self.ways if way not in avoid]
@@ -221,7 +223,7 @@ class Routing:
         self.reason = reason
 
     def _seconds(self, view: WayView) -> float:
-        """Of an exchange of the usual size; inf = nothing is known."""
+        """The duration of an exchange of the usual size; inf = unknown."""
         if not view.up_bytes_per_s and not view.down_bytes_per_s:
             return math.inf
         up = view.up_bytes_per_s or view.down_bytes_per_s

@@ -1,4 +1,4 @@
-"""What a cluster's machine asks its leader to do: one task at a time, each reported as done or failed."""
+"""The tasks that a cluster's machine gives its leader: one at a time, each reported as done or failed."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReadRecord:
-    """What the layer below keeps of whoever led before, and which moves from above are in T. → `found`"""
+    """Read the last leader's record from the layer below, and which moves from above T contains. → `found`"""
 
 
 @dataclass(frozen=True)
 class Restore:
-    """S and B become what the record says; then B = S in the fragments `is_in`, whose moves are in T. → `restored`"""
+    """Set S and B from the record; then set B = S in the fragments `is_in`, whose moves T contains. → `restored`"""
 
     is_in: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class KeepRecord:
-    """The layer below is to hold the leader's state as it is now. → `done`, or `failed` if it cannot."""
+    """Store the leader's current state in the layer below. → `done`, or `failed` if that is impossible."""
 
 
 @dataclass(frozen=True)
 class JoinAbove:
-    """Under the cluster's name, with a new instance: the layer above fences whoever spoke for it before. `resumes`:
-    with the worker's state from the record. Where the layer above has later contributions than that knows of, B = T:
-    the record of those died with all who held it, so nobody knows what of T is in them, and T is given up for what was
-    agreed. → `joined`, or `failed`."""
+    """Join under the cluster's name, with a new instance: the layer above fences the old one. `resumes`: use the
+    worker's state from the record. If the layer above has later contributions than the record shows, set B = T: their
+    record died with its holders, nobody knows which part of T they contain, and the agreement replaces T.
+    → `joined`, or `failed`."""
 
     resumes: bool
 
 
 @dataclass(frozen=True)
 class SettleAbove:
-    """Find out what became of the contributions in the record, and adopt that. → `exchanged`"""
+    """Find out what became of the contributions in the record, and adopt the result. → `exchanged`"""
 
 
 @dataclass(frozen=True)
 class FollowBelow:
-    """S = B = T. → `done`"""
+    """Set S = B = T. → `done`"""
 
 
 @dataclass(frozen=True)
 class TakeRounds:
-    """So many rounds have closed: as many steps of the worker above, up to the first that exchanges. → `exchanged`"""
+    """Take one step of the worker above per closed round, up to the first step that exchanges. → `exchanged`"""
 
     rounds: int
 
 
 @dataclass(frozen=True)
 class TakeRest:
-    """One more step, if S holds anything that the layer above has not agreed on. → `exchanged`"""
+    """Take one more step if S contains anything beyond the last agreement of the layer above. → `exchanged`"""
 
 
 @dataclass(frozen=True)
 class ContributeRest:
-    """Nobody trains here any more: exchange what there is. → `exchanged`"""
+    """Exchange what there is: nobody trains here any more. → `exchanged`"""
 
 
 @dataclass(frozen=True)
 class LetGo:
-    """The contributions that were made ready may be offered. → `done`"""
+    """Let the contributions that are ready be offered. → `done`"""
 
 
 @dataclass(frozen=True)
 class Withdraw:
-    """They must not be offered. → `done`"""
+    """Drop the contributions that are ready, without an offer. → `done`"""
 
     why: str
 
 
 @dataclass(frozen=True)
 class MoveBelow:
-    """T′ = T + (S − B) in these fragments, as a version of its own. → `done`, when that is durable below."""
+    """Set T′ = T + (S − B) in these fragments, as a version of its own. → `done`, when that is durable below."""
 
     serial: int
     fragments: tuple[int, ...]
@@ -81,28 +81,28 @@ class MoveBelow:
 
 @dataclass(frozen=True)
 class MarkMoved:
-    """B = S: T has every move. (S stays what the worker's state belongs to.) → `done`"""
+    """Set B = S: T contains every move. (S still matches the worker's state.) → `done`"""
 
 
 @dataclass(frozen=True)
 class ReleaseMembers:
-    """Nothing comes from above for now. → `done`"""
+    """Release the members: no version from above is coming for now. → `done`"""
 
 
 @dataclass(frozen=True)
 class LeaveAbove:
-    """Contribute what is left, wait for the agreement, leave. → `exchanged`"""
+    """Contribute the rest, wait for the agreement, leave. → `exchanged`"""
 
 
 @dataclass(frozen=True)
 class EndBelow:
-    """The run above is to end: end the one below. What its members bring last goes up before the cluster leaves. →
-    `done`"""
+    """End the run below, because the run above ends. The members' last contributions still go up before the cluster
+    leaves. → `done`"""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """Do nothing for so long, or until the machine is told to stop. → `done`"""
+    """Pause for this long, or until the machine is told to stop. → `done`"""
 
     seconds: float
 

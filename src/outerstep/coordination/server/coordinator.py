@@ -1,15 +1,16 @@
 """The server's decisions: one method per message, no I/O.
 
     answer  = coordinator.offer(message, now)     # or raises a Refused
-    effects = coordinator.take_effects()          # to be carried out in order
+    effects = coordinator.take_effects()          # carry them out in order
 
-A contribution goes through four states, each left in one place:
+A contribution passes through four states. One place in the code ends each state:
 
     offered ──(room granted)──▶ sending ──(commit, checked)──▶ accepted ──(round closes)──▶ agreed
        └── stale, fenced, duplicate, unknown: refused by name
 
-Exactly once: the ledger keeps, per worker id and fragment, the last accepted sequence with its payload hash. The same
-key with the same hash gets the same answer again; with another hash it is refused; an older sequence is superseded.
+Exactly once: for each worker id and fragment, the ledger keeps the last accepted sequence with its payload hash. The
+same key with the same hash gets the same answer again. The same key with another hash is refused. An older sequence is
+superseded.
 """
 
 from __future__ import annotations
@@ -101,12 +102,14 @@ from .tilings import Tilings
 from .turns import ASK_AGAIN_S, ASK_AGAIN_SOON_S
 from .uploads import Upload, Uploads
 
-TILING_PER_JOIN = 1 << 14  # of a tiling's weight
+TILING_PER_JOIN = 1 << 14  # the weight of a tiling that costs as much as a join
 BUDGET_SPENT = "the token budget is spent"
-THE_LAYER_ABOVE = "the layer above"  # for which members wait, at most until `withheld_until`
+THE_LAYER_ABOVE = "the layer above"  # members wait for it until `withheld_until` at most
 
 
 class Coordinator:
+    """The server's state machine: members, rounds, uploads, the plan and the ledger."""
+
     lives_type: type[Lives] = Lives
     leases_type: type[LayerLeases] = LayerLeases
 
@@ -133,38 +136,38 @@ class Coordinator:
         self.tilings = Tilings()
         self.fragments: list[Fragment] = []
         self.plan: Plan | None = None
-        self.codecs: tuple[str, ...] = ()  # of all plans that the run has had: what is under way may be of any
+        self.codecs: tuple[str, ...] = ()  # of all plans so far: contributions in flight may use any of them
         self.manifest: Manifest | None = None
         self.model_bytes = 0
         self.settled: Settled | None = None
-        self.naming: Naming | None = None  # None: a manifest was brought, or nobody is here yet
-        self.refitted_from: int | None = None  # if the manifest has changed: the version of what was cut then
-        self._unfit_before = 0  # a plan of an earlier revision has other fragments
+        self.naming: Naming | None = None  # None: a worker has sent a manifest, or nobody has joined yet
+        self.refitted_from: int | None = None  # if the manifest has changed: the version that was cut then
+        self._unfit_before = 0  # plans of earlier revisions have other fragments
         self.started = False
         self.total_accepted = 0
-        self.total_too_few = 0  # rounds that moved nothing, because too few of their contributors had trained
+        self.total_too_few = 0  # rounds without an effect, because too few contributors had trained
         self.budget = TokenBudget(token_budget)
-        self.closing = ""  # why the run is coming to its end
+        self.closing = ""  # why the run is ending
         self.drain_timeout_s = drain_timeout_s
         self.stop_at: float | None = None
         self.next_plan: Plan | None = None
-        self.outer_momentum: float | None = None  # told to those that join; None = not known
-        self.now = 0.0  # when it last heard or looked
-        self.withheld_until = 0.0  # till then nobody is told of a newest version: one from a layer above follows it
-        self.wakes_sooner = False  # has a deadline been set before the moment that `next_wake` has named?
+        self.outer_momentum: float | None = None  # reported to each worker that joins; None = unknown
+        self.now = 0.0  # the time of the last message or tick
+        self.withheld_until = 0.0  # until then the newest version is withheld: one from the layer above follows it
+        self.wakes_sooner = False  # True: there is a deadline before the time that `next_wake` returned
         self._wakes_at = math.inf
-        self.remembers = False  # each round that closes says what to keep of the coordinator
-        self.steering: Steering | None = None  # chooses the plan, if somebody has named a target
+        self.remembers = False  # True: each closing round carries the state to store
+        self.steering: Steering | None = None  # chooses the plan, if the operator has named a target
         self._first_join_at: float | None = None
-        self.losses: deque[float] = deque(maxlen=RECENT_LOSSES)  # of the last rounds, the oldest first
-        self._summaries: dict[tuple[int, int], events.RoundSummary] = {}  # of rounds that closed, until they are told
+        self.losses: deque[float] = deque(maxlen=RECENT_LOSSES)  # of the last rounds, oldest first
+        self._summaries: dict[tuple[int, int], events.RoundSummary] = {}  # of closed rounds, until they are published
         self._effects: list[Effect] = []
         self.lives = self.lives_type(self.members, asynchronous=rules.asynchronous)
         self.leases = self.leases_type()
-        self._trained: dict[tuple[int, int], list[events.Event]] = {}  # of rounds that closed, until they are told
+        self._trained: dict[tuple[int, int], list[events.Event]] = {}  # of closed rounds, until they are published
 
     def take_effects(self) -> list[Effect]:
-        """What there is to do. Room that was freed meanwhile goes to the workers that wait for it."""
+        """The pending effects. Workers that wait for room get the room that has become free."""
         if self.uploads.queued:
             self.uploads.call_up(self.now)
         effects, self._effects = [*self._effects, *map(AskAgain, self.uploads.take_to_ask())], []
@@ -173,7 +176,7 @@ class Coordinator:
 
     @property
     def sync_round(self) -> int:
-        """Rounds that every fragment has completed."""
+        """How many rounds every fragment has completed."""
         return min((f.published.version for f in self.fragments), default=0)
 
     # --- joining and leaving --------------------------------------------------------------------------------------
@@ -181,8 +184,8 @@ class Coordinator:
     def check_join(
         self, message: Join, now: float, *, vouched: bool = False, token: str = "", tiling: ModelTiling | None = None
     ) -> ModelTiling | None:
-        """Refuse a join, or say what the worker's sections hold. It changes nothing: a worker that is refused must not
-        have settled what the run trains. (The arguments are those of `join`.)"""
+        """Refuse a join, or return the content of the worker's sections. This changes nothing: a refused worker must
+        not have settled what the run trains. (The arguments are those of `join`.)"""
         self._check_fits(message, vouched)
         self.check_quotas(message, now, vouched=vouched, token=token)
         self.members.check_joins(message, now, vouched=vouched)
@@ -191,7 +194,7 @@ class Coordinator:
         return tiling
 
     def _check_fits(self, message: Join, vouched: bool) -> None:
-        """What does not depend on who is here."""
+        """The checks that do not depend on the present members."""
         check_spoken(message.protocol, "this worker")
         if self.require_identity:
             check_identity(message, vouched=vouched)
@@ -200,7 +203,7 @@ class Coordinator:
         if self.closing and not self.members.knows(message):
             raise Closing(f"the run is coming to its end: {self.closing}", hint="restart the server to resume the run")
         if self.naming is not None and message.manifest is not None:
-            return  # it settles what they are compared with
+            return  # this manifest will settle what others are compared with
         if self.settled is not None and self.plan is not None and self.manifest is not None:
             check_wishes(self.settled, self.next_plan or self.plan, message.wishes)
             if message.manifest is not None:
@@ -215,8 +218,8 @@ class Coordinator:
         fragments: Sequence[Fragment],
         naming: Naming | None = None,
     ) -> None:
-        """The first accepted manifest and the plan made from it hold for the rest of the run. `naming`: no worker has
-        brought a manifest; what is not named yet may still change."""
+        """Fix the first accepted manifest and its plan for the rest of the run. `naming`: no worker has sent a
+        manifest, and names that are still open may change."""
         self.settled, self.manifest, self.naming = settled, manifest, naming
         self._follow(plan)
         self.model_bytes = self.quotas.model_bytes = 4 * sum(spec.numel for spec in manifest.parameters)
@@ -224,9 +227,9 @@ class Coordinator:
         self.budget.fix(len(self.fragments))
 
     def _follow(self, plan: Plan) -> None:
-        """Follow this plan from now on. Contributions of another codec may have another size: a sparse one sends a
-        small part of the difference, and what it owes goes with the first contribution after it. So what was usual is
-        forgotten."""
+        """Follow this plan from now on. A new codec changes the usual norm of contributions: a sparse codec sends a
+        small part of each difference, and its remainder goes with the first contribution of the next codec. So the norm
+        screens forget what was usual."""
         if self.plan is not None and plan.codec != self.plan.codec:
             for fragment in self.fragments:
                 fragment.screen.forget()
@@ -244,8 +247,8 @@ class Coordinator:
         naming: Naming | None,
         kept: int,
     ) -> None:
-        """More is known of what is trained. The first `kept` fragments stay as they are. The others have taken nothing
-        in yet: `fragments` take their place."""
+        """More of the trained names are known. The first `kept` fragments stay as they are. The others have accepted
+        nothing yet, so `fragments` replace them."""
         if kept < len(self.fragments):
             self._unfit_before = plan.revision
         for fragment in fragments if self.started else ():
@@ -258,13 +261,13 @@ class Coordinator:
     def join(
         self, message: Join, now: float, *, vouched: bool = False, token: str = "", tiling: ModelTiling | None = None
     ) -> JoinAnswer:
-        """`vouched`: something other than a key proves that the id is the sender's (membership.py). `token`: the name
-        of the token that came with it. `tiling`: the message's own, if it was checked before (`check_tiling`)."""
+        """Admit a worker. `vouched`: something other than a key proves that the sender owns the id (membership.py).
+        `token`: the name of the sender's token. `tiling`: the message's tiling, if `check_tiling` has checked it."""
         self._check_fits(message, vouched)
         self.now = now
-        if self.check_quotas(message, now, vouched=vouched, token=token):  # trying costs, whatever comes of it
+        if self.check_quotas(message, now, vouched=vouched, token=token):  # an attempt costs, whatever its result
             is_newcomer, cost = self.members.is_newcomer(message.worker_id), 1.0
-            if tiling is not None:  # to look at a large one takes as long as many joins
+            if tiling is not None:  # checking a large tiling takes as long as many joins
                 cost += tiling.weight / TILING_PER_JOIN
             self.quotas.charge("joins", token, message.worker_id, now, is_newcomer=is_newcomer, amount=cost)
         assert self.plan is not None, "fix() comes before the first join"
@@ -275,8 +278,8 @@ class Coordinator:
         worker.protocol, worker.token, worker.plan_revision = message.protocol, token, self.plan.revision
         if arrived:
             if worker.worker_id in before:
-                # The old process is fenced; what it had in hand or was told is lost. Nobody waits for it now, unless
-                # the new one has its steps.
+                # The old process is fenced, and its uploads and orders are lost. No round waits for this worker now,
+                # unless the new process has the old one's steps.
                 worker.commands.clear()
                 self._forget(worker, still_expected=message.continues)
                 if not message.continues:
@@ -285,14 +288,14 @@ class Coordinator:
             self._first_join_at = now if self._first_join_at is None else self._first_join_at
             self._effects.append(events.WorkerJoined(worker.worker_id, worker.hostname, worker.incarnation))
             for fragment in self.fragments:
-                # Expected from the next round on; at once only where there is nobody else left to wait for.
+                # Expected from the next round on; in the open round only if it waits for nobody else.
                 if self.started and not fragment.round.expected and not fragment.round.participants:
                     fragment.round.expected.add(worker.worker_id)
-            if self.closing:  # it was thought dead, and may bring what it has
+            if self.closing:  # it was declared dead, and may contribute what it has
                 self.members.order(worker.worker_id, "drain", self.closing)
             self._start_if_ready(now)
             self._close_rounds(now)
-        worker.tiling = self.tilings.shared(tiling) if tiling is not None else None
+        worker.tiling, worker.has_said_shape = self.tilings.shared(tiling) if tiling is not None else None, True
         return JoinAnswer(
             run_id=self.run_id,
             incarnation=worker.incarnation,
@@ -304,8 +307,8 @@ class Coordinator:
         )
 
     def check_quotas(self, message: Join, now: float, *, vouched: bool = False, token: str = "") -> bool:
-        """Refuse a join that is one too many. Does this one cost something? A repeated one does not, and no worker pays
-        for what another one sends under its id."""
+        """Refuse a join beyond the quota. Does this join cost anything? A repeated join does not, and no worker pays
+        for a join that another sends under its id."""
         self.members.check_owner(message, vouched)
         if self.members.is_here(message):
             return False
@@ -315,7 +318,7 @@ class Coordinator:
         return True
 
     def _tiling_of(self, message: Join, checked: ModelTiling | None) -> ModelTiling | None:
-        """What its sections hold, checked. A start of a worker has one: what was sent by it is under way."""
+        """The checked tiling. It is fixed for one start of a worker, because contributions in flight depend on it."""
         worker, told = self.members.find(message.worker_id), message.tiling
         known = worker.tiling if worker is not None and worker.instance == message.instance else None
         if known is not None:
@@ -325,7 +328,7 @@ class Coordinator:
         if told is UNSET:
             return None
         if message.manifest is None:
-            raise BadRequest("a tiling is of the manifest that comes with it, and there is none")
+            raise BadRequest("a tiling must come with the manifest that it cuts, got no manifest")
         return checked or check_tiling(message)
 
     def _check_tiling_room(self, message: Join, tiling: ModelTiling | None, token: str) -> None:
@@ -333,8 +336,8 @@ class Coordinator:
             self.tilings.check_room(tiling, token, message.worker_id, self.members)
 
     def charge_hashing(self, worker_id: str, size_bytes: int, now: float) -> None:
-        """What a group is told of its sections is hashed for it. Refused if it, or newcomers with its token, had too
-        much of that lately."""
+        """Charge a group for the hashing of its sections. Refuse it if the group, or newcomers with its token, have
+        used too much of that lately."""
         worker = self.members.find(worker_id)
         if worker is None or not size_bytes:
             return
@@ -344,22 +347,26 @@ class Coordinator:
         )
 
     def cutting(self, message: Offer | Poll) -> Cutting:
-        """How the sections that it speaks of are cut."""
+        """How the message's sections are cut."""
         if message.tiled is not True:
             return message.sections
         worker = self.members.find(message.worker_id)
+        if worker is not None and worker.tiling is None and not worker.has_said_shape:
+            raise UnknownWorker(
+                f"worker {message.worker_id!r} has not said what it holds since this server started", hint="join again"
+            )
         if worker is None or worker.tiling is None or self.plan is None:
             raise BadRequest(f"worker {message.worker_id!r} has joined without a tiling", hint="join again, with it")
         return worker.tiling.fragment(self.plan.fragments[message.fragment])
 
     def charge_record(self, worker_id: str, now: float) -> None:
-        """Charge the worker for a record: of its joining or leaving, or of a lease."""
+        """Charge the worker for a record of a join, a leave or a lease."""
         worker = self.members.find(worker_id)
         if worker is not None:
             self.quotas.charge("records", worker.token, worker_id, now, is_newcomer=worker.is_newcomer)
 
     def revoke(self, valid: Collection[str], now: float) -> None:
-        """Remove the workers whose token is no longer among these."""
+        """Remove all workers whose token is no longer valid."""
         for worker in [one for one in self.members if one.live and one.token and one.token not in valid]:
             gone = events.WorkerLeft(worker.worker_id, f"its token {worker.token!r} was revoked, or has expired")
             self.remove(worker, gone, now)
@@ -377,20 +384,20 @@ class Coordinator:
 
     @property
     def num_workers(self) -> int:
-        """How many workers the run counts on: until it starts, those that the operator announced; then those that are
-        live, but no fewer than a round needs."""
+        """How many workers the run counts on. Before the start: as many as the operator announced. Afterwards: the live
+        workers, but at least as many as a round needs."""
         live = len(self.members.live_ids)
         return max(live, self.rules.floor if self.started else self.rules.num_workers)
 
     def local_steps(self, worker: KnownWorker) -> int | None:
-        """Dynamic local updates: H for this worker, by its speed relative to the fastest. None = as the plan says."""
+        """Dynamic local updates: H for this worker, from its speed relative to the fastest. None = the plan's H."""
         if not self.rules.dylu or self.plan is None or worker.steps_per_second <= 0.0:
             return None
         base = max(self.rules.dylu_base or self.plan.sync_every, len(self.fragments))
         return local_steps(worker.steps_per_second, self.members.fastest, base, least=len(self.fragments))
 
     def leave(self, message: Leave, now: float) -> LeaveAnswer:
-        """Leaving twice is leaving: a repeated message must not fail."""
+        """Remove a worker that leaves. A repeated message must not fail."""
         try:
             worker = self._heard(message, now)
         except UnknownWorker:
@@ -402,7 +409,7 @@ class Coordinator:
         return LeaveAnswer()
 
     def lease(self, message: Lease, now: float) -> LeaseAnswer:
-        """Data to train (leases.py). Some leases need a record, which is charged when it is written."""
+        """Lease data to a worker (leases.py). Some leases need a record; writing it is charged then."""
         worker = self._heard(message, now)
         worker.conduct.check(worker.worker_id, now)
         self.quotas.check("records", worker.token, worker.worker_id, now, is_newcomer=worker.is_newcomer)
@@ -427,14 +434,14 @@ class Coordinator:
                 worker.conduct.check(worker.worker_id, now)
                 check_offer(message, fragment, self.plan, self.rules, self.codecs, self.cutting(message))
             except Refused:
-                self.uploads.unqueue(worker.worker_id, message.fragment)  # it will not come back under this key
+                self.uploads.unqueue(worker.worker_id, message.fragment)  # this key will not be offered again
                 raise
             if upload is not None:
                 check_same_offer(message, upload.offer)
         if upload is not None:
             upload.heard_at, upload.is_told = now, True
         elif (early_s := worker.claimant(message.fragment).free_at - now) > 0.0 and self.rules.takes_late:
-            return OfferAnswer(state="wait", retry_after_s=early_s)  # it pushes too often
+            return OfferAnswer(state="wait", retry_after_s=early_s)  # the worker pushes too often
         else:
             self._check_costs(worker, message, now)
             for other in self.uploads.of(worker.worker_id, message.fragment):
@@ -447,8 +454,7 @@ class Coordinator:
         return OfferAnswer(state="send", missing=upload.missing)
 
     def _drop_lapsed(self, now: float) -> bool:
-        """Drop uploads that hold room which others wait for, and do not use it. Their workers offer again when they
-        wake up."""
+        """Drop idle uploads that occupy room for which others wait. Their workers offer again when they wake up."""
         lapsed = self.uploads.take_lapsed(now)
         for other in lapsed:
             self._effects.append(events.UploadDropped(other.offer.worker_id, other.offer.fragment))
@@ -456,8 +462,8 @@ class Coordinator:
         return bool(lapsed)
 
     def _settle_names(self, worker: KnownWorker) -> None:
-        """A contribution names the plan's own tensors: from now on those names stay, unless others were named since its
-        worker joined."""
+        """Fix the plan's names at the first contribution that uses them. Refuse a worker that joined before the names
+        changed."""
         if worker.plan_revision < self._unfit_before:
             raise PlanMismatch(
                 f"what the run trains was settled after {worker.worker_id!r} had joined without a manifest",
@@ -467,9 +473,9 @@ class Coordinator:
             self.naming = replace_fields(self.naming, named=len(self.fragments), whole=True)
 
     def _check_costs(self, worker: KnownWorker, message: Offer, now: float) -> None:
-        """May this worker send another contribution?"""
+        """Refuse another contribution of this worker if it has used up a quota."""
         token, worker_id, quotas, is_newcomer = worker.token, worker.worker_id, self.quotas, worker.is_newcomer
-        if worker.was_refused:  # else nothing was charged
+        if worker.was_refused:  # otherwise nothing was charged
             quotas.check("refused", token, worker_id, now, is_newcomer=is_newcomer)
         if quotas.limits.bytes is not None:
             quotas.check("bytes", token, worker_id, now, is_newcomer=is_newcomer)
@@ -477,7 +483,7 @@ class Coordinator:
             quotas.open_upload(token, message.key, self.uploads.is_open)
 
     def begin_part(self, message: PutPart, now: float) -> Upload | PutPartAnswer:
-        """Where the part belongs; or, if it is here already, the answer."""
+        """The upload that the part belongs to, or the answer if the part has already arrived."""
         worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
         if worker.entry_of(message) is not None:
@@ -493,7 +499,7 @@ class Coordinator:
         return PutPartAnswer(state="duplicate")
 
     def part_arrived(self, message: PutPart, now: float) -> PutPartAnswer:
-        """Its bytes are in place and have the hash that was announced."""
+        """The part's bytes are stored and have the announced hash."""
         begun = self.begin_part(message, now)
         if isinstance(begun, Upload):
             if self.quotas.limits.bytes is not None:
@@ -507,7 +513,7 @@ class Coordinator:
         return begun
 
     def begin_commit(self, message: Commit, now: float) -> Upload | CommitAnswer:
-        """The whole contribution, ready to be checked; or, if it was accepted before, the same answer as then."""
+        """The whole contribution, to be checked; or the earlier answer if the contribution was accepted before."""
         assert self.plan is not None
         worker = self._heard(message, now)
         fragment = self._fragment(message.fragment)
@@ -523,8 +529,8 @@ class Coordinator:
             return upload
 
     def accept(self, message: Commit, now: float, norm: float | None = None) -> CommitAnswer:
-        """The contribution was checked (shapes, finite values), and ‖Δ‖ is `norm`: it counts, once, unless its round
-        closed meanwhile or it is absurdly large."""
+        """Count a checked contribution (shapes, finite values) once, unless its round has closed meanwhile or the
+        contribution is absurdly large. `norm`: ‖Δ‖."""
         begun = self.begin_commit(message, now)
         if isinstance(begun, CommitAnswer):
             return begun
@@ -577,7 +583,7 @@ class Coordinator:
         return answer
 
     def _plausible(self, worker: KnownWorker, offer: Offer, fragment: Fragment, now: float) -> Offer:
-        """The offer with plausible numbers of steps, samples and tokens, as far as closed rounds tell."""
+        """The offer, with steps, samples and tokens bounded by what closed rounds make plausible."""
         elapsed_s, most_per_s = now - worker.claimant(offer.fragment).last_at, self.rules.max_tokens_per_s
         bounded = {
             unit: int(
@@ -588,7 +594,7 @@ class Coordinator:
         return replace(offer, **bounded)
 
     def _settle_claims(self, fragment: Fragment, now: float) -> None:
-        """A round closes: decide how many of the tokens that its contributions claim count."""
+        """Decide how many of the claimed tokens count when a round closes."""
         index, round_ = fragment.published.fragment, fragment.round
         for worker in filter(None, map(self.members.find, round_.contributors)):
             worker.claims[index] = worker.claimant(index)
@@ -612,14 +618,14 @@ class Coordinator:
                 self._effects.append(events.ClaimBounded(claim.worker_id, int(claim.work.tokens), tokens))
 
     def reject(self, key: ContributionKey, refusal: Refused, now: float) -> None:
-        """The driver looked inside and found it unfit: it will never be accepted."""
+        """The driver has checked the content and found it invalid: refuse the contribution for good."""
         if self.uploads.by_key.get(key) is None:
             return
         self._refuse(key, refusal)
         self.turn_away(key.worker_id, [key.fragment], refusal, now)
 
     def turn_away(self, worker_id: str, fragments: Sequence[int], refusal: Refused, now: float) -> None:
-        """The driver refused what this worker brought to the rounds of these fragments. All of it is one offence."""
+        """The driver has refused this worker's contribution to these fragments. Together they are one offence."""
         worker = self.members.find(worker_id)
         if worker is not None:
             for i, fragment in enumerate(fragments):
@@ -631,7 +637,7 @@ class Coordinator:
         self._effects.append(events.ContributionRefused(key.worker_id, key.fragment, refusal.message))
 
     def _sending(self, worker: KnownWorker, message: OfContribution, now: float) -> Upload:
-        """The contribution that this message is about, if its worker may send it."""
+        """The upload that the message belongs to, if the worker may send it."""
         worker.conduct.check(worker.worker_id, now)
         upload = self.uploads.by_key.get(message.key)
         if upload is None:
@@ -639,10 +645,10 @@ class Coordinator:
         return upload
 
     def _check_size(self, worker: KnownWorker, offer: Offer, fragment: Fragment, size: Size, now: float) -> bool:
-        """Refuse what is far larger than this fragment's contributions are. If that hits half of the workers, it is the
-        run that has changed: what was usual is forgotten, and nothing is held against them. True: it is kept, to be
-        looked at again when its round closes. For that it takes three workers or more, and room for what everybody
-        sends: else the last would wait for the first and the first for the last."""
+        """Refuse a contribution far larger than usual for this fragment. If that refuses half of the workers, the run
+        has changed: the screen forgets what was usual, and the workers are not blamed. True: keep the contribution
+        until its round closes, to check it again. That takes at least three workers, and room for all contributions of
+        a round: with less room, the last upload would wait for the first and the first for the last."""
         screen, workers = fragment.screen, max(self.rules.num_workers, len(self.members.live_ids))
         enough = workers >= LEAST_CONTRIBUTORS and not self.rules.asynchronous
         needed_bytes = workers * sum(one.max_payload_bytes(1, offer.codec) for one in self.fragments)
@@ -674,14 +680,14 @@ class Coordinator:
     def _note_refusal(
         self, worker: KnownWorker, fragment: Fragment, refusal: Refused, now: float, *, is_offence: bool = True
     ) -> None:
-        """Some refusals are offences. Whatever the reason was: a round does not wait for a worker that it has refused
-        too often, or the others would wait for ever. (A round that is being closed has nothing yet to rebase on, so a
-        worker may be told more than once that it is late.)"""
+        """Count a refusal, and an offence if it is one. Whatever the reason, a round stops waiting for a worker that it
+        has refused too often; otherwise the others would wait for ever. (While a round is closing, there is nothing to
+        rebase on yet, so a worker may be refused as late more than once.)"""
         round_ = fragment.round
         is_late = isinstance(refusal, StaleRound | TooOld) and fragment.published.version < round_.version - 1
         if is_late or isinstance(refusal, BLAMELESS):
             return
-        if not isinstance(refusal, StaleRound | TooOld | FutureRound):  # refused for what it is, not for when it came
+        if not isinstance(refusal, StaleRound | TooOld | FutureRound):  # refused for its content, not for its time
             worker.was_refused = True
             self.quotas.charge("refused", worker.token, worker.worker_id, now, is_newcomer=worker.is_newcomer)
         if is_offence and isinstance(refusal, OFFENCE_KINDS):
@@ -695,8 +701,8 @@ class Coordinator:
         self.close_if_ready(fragment, now)
 
     def _note_offence(self, worker: KnownWorker, refusal: Refused, now: float) -> None:
-        """A worker that offends too often is quarantined: nothing unfinished of it is kept, and no round waits for
-        it."""
+        """Note an offence. A worker that offends too often is quarantined: its unfinished uploads are dropped, and no
+        round waits for it."""
         one_too_many = worker.conduct.offend(refusal, now)
         self._effects.append(events.OffenceNoted(worker.worker_id, refusal.code, worker.conduct.total))
         if one_too_many:
@@ -709,7 +715,7 @@ class Coordinator:
     # --- a round ends, an agreement begins ------------------------------------------------------------------------
 
     def close_if_ready(self, fragment: Fragment, now: float) -> None:
-        """The one place where a round ends."""
+        """Close the open round if it may close. This is the only place where a round ends."""
         verdict = self.verdict(fragment, now, says_why=False)
         if not verdict.close:
             self.wakes_sooner |= verdict.wake_at is not None and verdict.wake_at < self._wakes_at
@@ -744,7 +750,7 @@ class Coordinator:
             try:
                 check_age(upload.offer, fragment, self.rules)
             except Refused:
-                self.drop(upload.key)  # its worker will be told so at its next message; the room is free now
+                self.drop(upload.key)  # its worker learns of it at its next message; the room is free now
         for offer in self.uploads.waiting(index) if self.uploads.queued else ():
             try:
                 check_age(offer, fragment, self.rules)
@@ -756,8 +762,8 @@ class Coordinator:
             self._move_if_free(fragment)
 
     def move_from_above(self, index: int, upper_version: int) -> None:
-        """A layer above has agreed on a version of this fragment, which becomes one of our own: at once if the open
-        round has accepted nothing, else directly after it closes."""
+        """The layer above has agreed on a version of this fragment. It becomes our next version: now if the open round
+        has accepted nothing, otherwise directly after that round closes."""
         self._fragment(index).moves_next = upper_version
         self._move_if_free(self.fragments[index])
 
@@ -772,7 +778,7 @@ class Coordinator:
             self.close_if_ready(fragment, now)
 
     def verdict(self, fragment: Fragment, now: float, *, says_why: bool = True) -> RoundVerdict:
-        """May the fragment's open round close? If not, what does it wait for?"""
+        """Whether the fragment's open round may close, and if not, what it waits for."""
         turned_away = 0 if self.rules.aggregation.is_plain else len(self._turned_away(fragment, now))
         live = self.members.awaited_ids(now)
         return fragment.round.verdict(
@@ -780,19 +786,19 @@ class Coordinator:
         )
 
     def waiting_for(self, fragment: Fragment, now: float, verdict: RoundVerdict | None = None) -> str:
-        """Whom or what the open round waits for, in words; and if one of those workers may be dead, until when.
-        `verdict`: on the round, if it is known already."""
+        """What the open round waits for, in words. If a worker in it may be dead, this says until when the round waits.
+        `verdict`: the round's verdict, if it is already known."""
         verdict, open_round = verdict or self.verdict(fragment, now), fragment.round
         silent = "" if verdict.stuck else self.members.perhaps_dead(open_round.expected - open_round.contributors, now)
         return f"{verdict.waiting_for}; {silent}" if verdict.waiting_for and silent else verdict.waiting_for
 
     def silence(self, now: float) -> str:
-        """Who may be dead, and until when it can still be heard; "" = nobody."""
+        """Which workers may be dead, and when each counts as dead; "" = none."""
         return self.members.perhaps_dead(self.members.live_ids, now)
 
     def _turned_away(self, fragment: Fragment, now: float) -> frozenset[str]:
-        """For a rule: the live workers that are not in the open round because they are in quarantine, because what they
-        brought to it was refused for its size, or because it was refused too often."""
+        """The live workers that an aggregation rule must count as missing from the open round: they are in quarantine,
+        or their contribution was refused for its size, or refused too often."""
         version, refused = fragment.round.version, fragment.screen.refused
         too_large = {worker_id for worker_id, last in refused.items() if last == version}
         quarantined = {worker.worker_id for worker in self.members if worker.conduct.is_quarantined(now)}
@@ -800,7 +806,7 @@ class Coordinator:
         return frozenset(found - fragment.round.contributors)
 
     def _left_out(self, fragment: int, closed: Closed) -> frozenset[ContributionKey]:
-        """The contributions that a round closed without; all of them if too few had trained."""
+        """The contributions that a closed round left out; all of them if too few workers had trained."""
         if closed.too_few:
             self.total_too_few += 1
             rule = self.rules.aggregation
@@ -816,9 +822,9 @@ class Coordinator:
         )
 
     def note_verdict(self, fragment: int, version: int, refused: Mapping[str, str], unused: Sequence[str]) -> None:
-        """The driver has combined a round: a screen that reads values refused these (worker id → why), and the rule
-        took nothing of those unused. One event for all of the latter: with Krum it is everybody but one, in every
-        round."""
+        """The driver has combined a round. `refused`: worker id → why a screen that reads values refused its
+        contribution. `unused`: workers whose contribution the rule did not choose. These share one event, because Krum
+        leaves out all but one in every round."""
         for worker_id in (*refused, *unused):
             self._count_left_out(worker_id)
         for worker_id, why in refused.items():
@@ -833,13 +839,13 @@ class Coordinator:
             worker.left_out += 1
 
     def published(self, agreement: Agreement, now: float) -> None:
-        """The driver has taken the outer step and holds what it made: from now on anybody may be told. Nothing here
-        needs participants."""
+        """The driver has taken the outer step and stored the result: from now on anybody may learn of it. An agreement
+        without participants is allowed."""
         fragment = self.fragments[agreement.fragment]
         assert agreement.version == fragment.published.version + 1, "agreements are published in order"
         fragment.published = agreement
         summary = self._summaries.pop((agreement.fragment, agreement.version), None)
-        if summary is not None:  # with the newest losses: a worker tells its own while its contribution travels
+        if summary is not None:  # the newest losses: a worker reports its loss with its offer
             members = [self.members.find(p.worker_id) for p in agreement.participants]
             losses = tuple(member.loss if member is not None else None for member in members)
             summary = replace_fields(summary, losses=losses)
@@ -854,7 +860,7 @@ class Coordinator:
         fragment = self._fragment(message.fragment)
         check_sections(message.sections, fragment, self.cutting(message))
         last_sequence, plan = worker.last_sequence(message.fragment), self.plan
-        # A worker that waits for something newer than the open round holds an agreement from before a resume.
+        # A worker that waits for something newer than the open round holds an agreement that a resume has undone.
         is_new = fragment.published.version > message.after or message.after >= fragment.round.version
         if self._holds_back(fragment, now) and message.after == fragment.published.version - 1:
             return PollAnswer(
@@ -886,20 +892,20 @@ class Coordinator:
         )
 
     def _holds_back(self, fragment: Fragment, now: float) -> bool:
-        """Do members wait for a version from above before they take their next steps? Not once the open round has
-        accepted something (a newcomer's contribution, or a late one): what comes from above can enter only after that
-        round closes, and the round waits for the very members that would be held back."""
+        """Must members wait for a version from above before their next steps? Not once the open round has accepted a
+        contribution (from a newcomer, or a late one): the version from above can enter only after that round, and the
+        round waits for the very members that would be held back."""
         return now < self.withheld_until and not fragment.round.participants
 
     def get_part(self, message: GetPart, now: float) -> None:
-        """May this worker fetch? (The driver has the bytes, and knows how long it keeps them.)"""
+        """Check that this worker may fetch. (The driver has the bytes and knows how long it keeps them.)"""
         self._heard(message, now)
         self._fragment(message.fragment)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Declare the silent dead, let deadlines pass."""
+        """Declare silent workers dead, and apply deadlines that have passed."""
         self.now = now
         for worker in self.members.silent(now):
             self.members.total_deaths += 1
@@ -913,7 +919,7 @@ class Coordinator:
             self._stop_if_done(now)
 
     def next_wake(self, now: float) -> float | None:
-        """When `tick` would next have something to decide (None = only after a message)."""
+        """When `tick` will next have something to decide (None = only after a message)."""
         moments = [self.members.next_death(), self.stop_at]
         if not self.started and self._first_join_at is not None and self.rules.start_deadline_s is not None:
             moments.append(self._first_join_at + self.rules.start_deadline_s)
@@ -925,29 +931,29 @@ class Coordinator:
     # --- an operator's orders, and the end ------------------------------------------------------------------------
 
     def control(self, message: Control, now: float) -> ControlAnswer:
-        """Every order but `save`, which the driver carries out."""
+        """Carry out an operator's order. (The driver itself carries out `save`.)"""
         match message.kind:
             case "kick":
                 [worker] = self._named(message)
                 worker.kicked = message.reason or "an operator removed it"
                 self.remove(worker, events.WorkerKicked(worker.worker_id, message.reason), now)
-                return ControlAnswer(done=f"{worker.worker_id} is out of the run; a new start of it may join again")
+                return ControlAnswer(done=f"{worker.worker_id} is out of the run; it may join again after a restart")
             case "pardon":
                 [worker] = self._named(message)
                 offences = worker.conduct.total
                 worker.conduct.clear()
                 self._effects.append(events.WorkerPardoned(worker.worker_id, offences, message.reason))
                 return ControlAnswer(
-                    done=f"{worker.worker_id} has a clean sheet, and takes part from the next round on"
+                    done=f"{worker.worker_id} has a clean slate and takes part again from the next round"
                 )
             case "release":
                 [worker] = self._named(message)
                 keys, worker.keys = len(worker.keys), ()
-                if worker.live:  # its session is void: if it is there, it joins again, and the id is its own again
+                if worker.live:  # its session is void: a worker that is still there joins again and owns the id again
                     self.remove(worker, events.WorkerLeft(worker.worker_id, "an operator released its id"), now)
                 self._effects.append(events.WorkerReleased(worker.worker_id, keys, message.reason))
                 return ControlAnswer(
-                    done=f"{worker.worker_id} belongs to no key now; the next start that brings one owns it"
+                    done=f"{worker.worker_id} no longer belongs to a key; the next start that brings a key owns it"
                 )
             case "drain" | "sync":
                 workers = [worker.worker_id for worker in self._named(message)]
@@ -975,11 +981,13 @@ class Coordinator:
                 return ControlAnswer(done=f"the run {limit}; {self.budget.total} are in the model")
             case "forget":
                 if message.dataset is UNSET:
-                    raise BadRequest("name the dataset that is to be forgotten", hint="`outerstep data` lists them")
+                    raise BadRequest(
+                        "the order must name the dataset to forget, got none", hint="`outerstep data` lists them"
+                    )
                 table = self.leases.forget(message.dataset)
                 self._effects.append(events.DataForgotten(message.dataset, table.owner, table.done.total))
                 return ControlAnswer(
-                    done=f"{message.dataset} is forgotten; the next worker that asks for it says what it is"
+                    done=f"{message.dataset} is forgotten; the next worker that requests it describes it again"
                 )
             case "shutdown":
                 self._finish(message.reason or "an operator asked for it", now)
@@ -993,7 +1001,7 @@ class Coordinator:
         able, leader = cluster.facts.members if cluster.facts is not None else (), message.leader
         is_led_by_a_member = cluster.facts is not None and bool(cluster.facts.leader)
         if not is_led_by_a_member:
-            raise BadRequest(f"{cluster.worker_id} is led by its server, or is no cluster: nobody else can lead it")
+            raise BadRequest(f"{cluster.worker_id} is not a cluster, or its server leads it: no member can lead it")
         if leader is UNSET or leader not in able:
             got = "nobody" if leader is UNSET else leader
             raise BadRequest(f"the leader of {cluster.worker_id} must be one of {', '.join(able)}, got {got}")
@@ -1003,8 +1011,8 @@ class Coordinator:
         return ControlAnswer(done=f"{cluster.worker_id} will be led by {leader} after its next round, if {leader} can")
 
     def _named(self, message: Control) -> list[KnownWorker]:
-        """The worker that an order names; all live ones if it names none. A pardon or a release may name a worker that
-        is not here."""
+        """The worker that an order names, or all live workers if it names none. A pardon or a release may name an
+        absent worker."""
         live = sorted((worker for worker in self.members if worker.live), key=lambda worker: worker.worker_id)
         names = ", ".join(worker.worker_id for worker in live) or "none"
         if message.worker_id is None:
@@ -1028,23 +1036,23 @@ class Coordinator:
         self._effects.append(ordered(list(worker_ids), reason))
 
     def _finish(self, reason: str, now: float) -> None:
-        """Admit no new worker, let everybody contribute and leave, then stop."""
+        """End the run: admit no new worker, let all workers contribute and leave, then stop."""
         self.closing = self.closing or reason
         self.stop_at = now + self.drain_timeout_s
         self.order(sorted(self.members.live_ids), "drain", reason)
-        if not self.started:  # nobody new will come: what those here have done is not to wait for more of them
+        if not self.started:  # no worker will join any more, so the present ones need not wait for others
             self._start_if_ready(now)
             self._close_rounds(now)
 
     def _check_budget(self, now: float) -> None:
-        """Enough tokens are in the model: the run has come to its end."""
+        """End the run if the model has seen enough tokens."""
         if self.budget.is_spent and not self.budget.announced:
             self.budget.announced = True
             self._effects.append(events.BudgetSpent(self.budget.total, self.budget.limit))
             self._finish(BUDGET_SPENT, now)
 
     def _stop_if_done(self, now: float) -> None:
-        """The run is ending: stop when everybody has left, or has had time enough."""
+        """Stop an ending run when all workers have left, or when their time is over."""
         if self.stop_at is not None and (not self.members.live_ids or now >= self.stop_at):
             self.stop_at = None
             self._effects.append(StopServer(self.closing))
@@ -1053,13 +1061,13 @@ class Coordinator:
 
     @property
     def steered(self) -> SteeredRun:
-        """The run as the controller is shown it."""
+        """The run, as the controller sees it."""
         live = tuple(member for member in self.members if member.live)
         is_open = self.naming is None and not self.closing
         return SteeredRun(self.next_plan or self.plan, self.manifest, self.settled, live, self.sync_round, is_open)
 
     def steer(self, decision: LayerDecision) -> bool:
-        """Carry out what the controller has decided. True: there is a new plan, which is to be written down."""
+        """Carry out the controller's decision. True: there is a new plan to store."""
         assert self.steering is not None, "nobody has named a target"
         plan, told = self.steering.carry_out(self.steered, decision)
         self._effects += told
@@ -1076,7 +1084,7 @@ class Coordinator:
     # --- over a restart of the server -----------------------------------------------------------------------------
 
     def remember(self) -> Remembered:
-        """What must survive a restart, as of the last decision."""
+        """The state that must survive a restart, as of the last decision."""
         assert self.plan is not None, "nobody has joined yet"
         assert self.settled is not None
         plan = self.next_plan or self.plan
@@ -1131,10 +1139,10 @@ class Coordinator:
         expect_back: bool = True,
         first_incarnation: int = 1,
     ) -> None:
-        """Restore what was remembered, when plan and fragments are fixed and nobody has joined. `expect_back`: workers
-        that were here are expected back, and given the usual time: a round must not close with the first to return.
-        `first_incarnation`: if joins may have been forgotten, a number above all that were given since (say, the time
-        in seconds): two starts of a worker that hold the same number would not be told apart."""
+        """Restore the remembered state. Plan and fragments must be fixed, and nobody may have joined yet.
+        `expect_back`: earlier workers get the usual time to return, so that no round closes with the first of them.
+        `first_incarnation`: if joins may have been forgotten, a number above all that may have been given since, say
+        the time in seconds. Two starts of a worker with the same number could not be distinguished."""
         self.members.first_incarnation = first_incarnation
         self.total_accepted = int(totals.get("total_submissions", 0))
         self.members.total_deaths = int(totals.get("total_worker_deaths", 0))
@@ -1197,7 +1205,7 @@ class Coordinator:
             self._effects.append(events.RunStarted(sorted(live)))
 
     def remove(self, worker: KnownWorker, event: events.Event, now: float) -> None:
-        """The worker left, died or was kicked, as `event` says."""
+        """Remove a worker that left, died or was kicked, as `event` says."""
         self.members.gone(worker)
         self._effects.append(event)
         self._forget(worker)
@@ -1206,8 +1214,8 @@ class Coordinator:
         self._stop_if_done(now)
 
     def _forget(self, worker: KnownWorker, *, still_expected: bool = False) -> None:
-        """Keep nothing unfinished of this worker, and let no open round wait for it. What was accepted stays."""
-        worker.tiling = None  # it says it again when it joins
+        """Drop this worker's unfinished uploads, and let no open round wait for it. Accepted contributions stay."""
+        worker.tiling = None  # it sends the tiling again when it joins
         for upload in self.uploads.of(worker.worker_id):
             self.drop(upload.key)
         self.uploads.unqueue(worker.worker_id)

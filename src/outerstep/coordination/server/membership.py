@@ -113,8 +113,8 @@ class Conduct:
 
     - time: FIRST_S, and twice as long each time again, up to LONGEST_S. Then it may contribute as before; but from the
       same process the next offence is enough for another spell;
-    - a new process under this id that joins after that time: it begins with a clean sheet;
-    - an operator: `outerstep control pardon WORKER`, at once and with a clean sheet.
+    - a new process under this id that joins after that time: it begins with a clean slate;
+    - an operator: `outerstep control pardon WORKER`, at once and with a clean slate.
     """
 
     offences: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=OFFENCES))  # when, and what
@@ -221,6 +221,7 @@ class KnownWorker:
     unpublished: dict[int, int] = field(default_factory=dict)  # per fragment: the version that takes it in, until told
     info: dict[str, InfoValue] = field(default_factory=dict)  # what it tells of itself, while it is live
     tiling: ModelTiling | None = None  # what its processes hold, if its contributions are not cut by rows
+    has_said_shape: bool = False  # with or without a tiling: it has joined since this server started
     facts: MemberFacts | None = None  # what it told last that may change
     facts_at: float = 0.0
 

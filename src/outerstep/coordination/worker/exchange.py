@@ -83,8 +83,9 @@ from ...types import (
     PutPartAnswer,
     Request,
 )
-from ..backoff import Backoff
+from ..backoff import Backoff, jittered_s
 
+LEAST_BUSY_S = 0.05  # the shortest pause after a Busy
 ASKING = Backoff(0.02, 0.5)  # how often a process of a group asks whether the others have sent their parts
 
 
@@ -700,7 +701,7 @@ class Exchange:
             self._accepted(sending, answer.version)
         elif answer.state == "wait":
             self._asks_first = True
-            self.wake_at = now + answer.retry_after_s * self._rng.uniform(0.5, 1.5)
+            self.wake_at = now + jittered_s(answer.retry_after_s, self._rng)
         elif any(part >= sending.part_count(self._session.joined.plan.part_size_bytes) for part in answer.missing):
             self._fail(TransportError(f"the server misses parts that do not exist: {answer.missing[-1]}"))
         elif ours := [part for part in answer.missing if self._share is None or part in self._share.parts]:
@@ -744,7 +745,7 @@ class Exchange:
             self.wanted = frozenset(answer.wanted)
             self.waiting_for = answer.waiting_for
             pause_s = answer.retry_after_s if self._speaks else self._patience.poll_wait_s
-            self.wake_at = now + pause_s * self._rng.uniform(0.5, 1.5)
+            self.wake_at = now + jittered_s(pause_s, self._rng)
             if self.outbox.try_again():
                 self._go_on()
         else:
@@ -813,7 +814,7 @@ class Exchange:
     def _again(self, request: Request, error: OuterstepError, now: float) -> None:
         self._put_back(request)
         if isinstance(error, Busy):
-            self.wake_at = now + max(error.retry_after_s, 0.05) * self._rng.uniform(1.0, 1.5)
+            self.wake_at = now + jittered_s(max(error.retry_after_s, LEAST_BUSY_S), self._rng, least=1.0)
             return
         silent_s = now - self._last_answer_at
         if silent_s > self._patience.give_up_after_s:

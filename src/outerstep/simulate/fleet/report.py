@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from .ledger import LayerLedger, LifeBook
-
-if TYPE_CHECKING:
-    from .world import FleetWorld
+from .booked_lines import BookedLine
+from .cluster import FleetLeader
+from .ledger import LayerLedger, LifeBook, Promises
+from .member import Clocks
+from .scenario import FleetScenario
+from .server import FleetServer
 
 
 @dataclass(frozen=True)
@@ -88,34 +90,49 @@ class FleetReport:
         }
 
 
-def report_of(world: FleetWorld) -> FleetReport:
-    scenario = world.scenario
-    ups, downs = zip(*world.lines, strict=True)
-    layers = [_layer("top", [world.top])]
-    if world.leaders:
-        layers.append(_layer("clusters", world.places))
+class PlayedFleet(Protocol):
+    """A fleet whose time is over. `lines`: up and down, of each cluster."""
+
+    scenario: FleetScenario
+    lines: list[tuple[BookedLine, BookedLine]]
+    top: FleetServer
+    places: list[FleetServer]
+    leaders: list[FleetLeader]
+    clocks: Clocks
+    failures: int
+    leaves: int
+    promises: Promises
+    moments: list[Moment]
+
+
+def report_of(fleet: PlayedFleet) -> FleetReport:
+    scenario = fleet.scenario
+    ups, downs = zip(*fleet.lines, strict=True)
+    layers = [_layer("top", [fleet.top])]
+    if fleet.leaders:
+        layers.append(_layer("clusters", fleet.places))
     setting: dict[str, Any] = {"topology": scenario.topology, "across": asdict(scenario.across)}
     if scenario.topology == "hierarchy" and scenario.inside is not None:
         setting["inside"] = asdict(scenario.inside)
     return FleetReport(
         workers=scenario.workers,
-        clusters=len(world.lines),
+        clusters=len(fleet.lines),
         duration_s=scenario.duration_s,
         seed=scenario.seed,
         setting={**setting, "why": scenario.why},
         planned=scenario.planned,
         total_s=scenario.workers * scenario.duration_s,
-        seconds={str(doing): seconds for doing, seconds in world.clocks.seconds.items()},
-        own_s=world.clocks.own_s,
-        steps=_steps(world),
+        seconds={str(doing): seconds for doing, seconds in fleet.clocks.seconds.items()},
+        own_s=fleet.clocks.own_s,
+        steps=_steps(fleet),
         up_bytes=sum(line.carried_bytes for line in ups),
         down_bytes=sum(line.carried_bytes for line in downs),
-        failures=world.failures,
-        leaves=world.leaves,
+        failures=fleet.failures,
+        leaves=fleet.leaves,
         layers=tuple(layers),
-        broken=tuple(world.promises.broken),
-        broken_count=world.promises.count,
-        moments=tuple(world.moments),
+        broken=tuple(fleet.promises.broken),
+        broken_count=fleet.promises.count,
+        moments=tuple(fleet.moments),
     )
 
 
@@ -135,10 +152,10 @@ def _layer(name: str, servers: list[Any]) -> LayerReport:
     )
 
 
-def _steps(world: FleetWorld) -> StepAccount:
+def _steps(fleet: PlayedFleet) -> StepAccount:
     """Of clusters a step is useful when the round that holds it is in the top's model."""
     taken = useful = under_way = died = discarded = overwritten = 0.0
-    for place in world.places:
+    for place in fleet.places:
         for book in place.ledger.books:
             applied = _mean_s(book, [each.total for each in book.applied])
             dropped = _mean_s(book, [each.total for each in book.given_up])
@@ -151,10 +168,10 @@ def _steps(world: FleetWorld) -> StepAccount:
             died += rest if book.is_over else 0.0
             under_way += 0.0 if book.is_over else rest
             useful += applied
-    for leader in world.leaders:
+    for leader in fleet.leaders:
         below = leader.below.ledger
         for fragment in range(len(below.versions)):
-            in_top = _in_top(world, leader, fragment)
+            in_top = _in_top(fleet, leader, fragment)
             seconds = below.steps_of[fragment]
             gone = {version for ranges in in_top[1] for version in range(*ranges)}
             here = sum(seconds.values()) / len(below.versions)
@@ -166,11 +183,11 @@ def _steps(world: FleetWorld) -> StepAccount:
     return StepAccount(taken, useful, under_way, died, discarded, overwritten)
 
 
-def _in_top(world: FleetWorld, leader: Any, fragment: int) -> tuple[Any, Any]:
+def _in_top(fleet: PlayedFleet, leader: Any, fragment: int) -> tuple[Any, Any]:
     """The cluster's rounds in the top's model, and those that it gave up."""
     if leader.worker is None:
         return (), ()
-    book = world.top.ledger.books[leader.worker.life]
+    book = fleet.top.ledger.books[leader.worker.life]
     return book.applied[fragment], book.given_up[fragment] - book.applied[fragment]
 
 

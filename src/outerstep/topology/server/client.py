@@ -22,6 +22,7 @@ from msgspec import UNSET
 from torch import Tensor
 
 from ...attached import note_attached
+from ...coordination.backoff import Backoff
 from ...defaults import JOIN_TIMEOUT_S
 from ...errors import ConfigError, ExchangeFailed, TransportError
 from ...printable import printable
@@ -160,7 +161,7 @@ class DiLoCoClient:
         self._transport.close()
 
     def _retried(self, ask: Callable[[], T]) -> T:
-        """What got no answer is asked again."""
+        """Repeat a request that gets no answer."""
         for pause_s in self._pauses():
             try:
                 return ask()
@@ -170,8 +171,9 @@ class DiLoCoClient:
         return ask()
 
     def _pauses(self) -> list[float]:
-        """In seconds, between one try and the next."""
-        return [min(self._retry_delay_s * 2.0 ** min(i, 32), LONGEST_PAUSE_S) for i in range(self._retries)]
+        """In seconds, before each further attempt."""
+        backoff = Backoff(self._retry_delay_s, LONGEST_PAUSE_S)
+        return [backoff.longest_pause_s(failures) for failures in range(self._retries)]
 
     def _worker(self, worker_id: str) -> _RegisteredWorker:
         worker = self._workers.get(worker_id)

@@ -54,7 +54,7 @@ from .saved import SavedTopology, is_without_bytes, unpack_offer, unpack_payload
 
 HEAR = Share(1, range(0), speaks=True)  # of an agreement, and fetch nothing
 LONGEST_JOIN_PAUSE_S = 5.0  # between two attempts to join; later they are further apart
-EXIT_FACTOR = 10  # how many times longer than for a stuck round a leaving worker waits for a silent server
+EXIT_FACTOR = 10.0  # what a leaving worker has not brought is lost if the server does not come back
 FORGET_STATE = "the loaded state is of that run: resume its server, or start without load_state_dict to join this one"
 
 
@@ -74,16 +74,18 @@ class ServerTopology:
         memory: Memory | None = None,
         info: Mapping[str, InfoValue] | None = None,
         facts: Callable[[], MemberFacts] = MemberFacts,
+        exit_factor: float = EXIT_FACTOR,
     ) -> None:
         """`memory`: where frames are kept; None = no memory is reused. `info` and `facts`: what the worker reports of
-        itself when it joins and with each heartbeat."""
+        itself when it joins and with each heartbeat. `exit_factor`: how many times longer than for a stuck round it
+        waits for a silent server when it leaves."""
         self._link = ServerLink(transport, worker_id, facts)
         self.follow_plan, self.form_of = self._link.follow, self._link.form_of
         self.orders, self.leave, self.close = self._link.orders, self._link.leave, self._link.close
         self.lease = self._link.lease
         self._instance, self._hostname = instance, hostname
         self._info = dict(info) if info else UNSET
-        self._patience, self._join_timeout_s = patience, join_timeout_s
+        self._patience, self._join_timeout_s, self._exit_factor = patience, join_timeout_s, exit_factor
         self._rng = random.Random(instance)  # of the pauses between tries
         self._memory = memory or Memory()
         self._feedback = ErrorFeedback()
@@ -280,7 +282,7 @@ class ServerTopology:
         patience = self._patience
         if stuck_after_s is not None:
             # The worker's last contribution is worth waiting for; but not for hours if there is no server any more.
-            give_up_after_s = min(patience.give_up_after_s, EXIT_FACTOR * stuck_after_s)
+            give_up_after_s = min(patience.give_up_after_s, self._exit_factor * stuck_after_s)
             patience = replace(
                 patience, give_up_after_s=give_up_after_s, stuck_after_s=stuck_after_s, stay_for_own_round=True
             )

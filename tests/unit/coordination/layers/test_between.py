@@ -40,7 +40,7 @@ def test_momentum_inside_is_refused_before_anybody_was_asked_unless_somebody_ins
             "one level only, got 0.9 .*and 0.5 in the run",
         ),
         (LayerTerms(0.9, 60.0), LayerTerms(momentum=math.nan, waits_s=120.0), None),  # it has not said
-        (LayerTerms(math.nan, 60.0), LayerTerms(momentum=0.5, waits_s=120.0), "may have some in this cluster and 0.5"),
+        (LayerTerms(math.nan, 60.0), LayerTerms(momentum=0.5, waits_s=120.0), "may use some in this cluster and 0.5"),
         (MEAN, LayerTerms(0.9, 60.0), r"timeout .* must be below heartbeat_timeout_s .*, got 60 and 60 s.*restart"),
         (LayerTerms(0.0, math.inf), LayerTerms(0.9, 60.0), "got inf and 60 s"),
         (MEAN, LayerTerms(0.9, math.inf), None),

@@ -237,6 +237,69 @@ def test_members_do_not_wait_while_the_layer_above_does_not_answer() -> None:
     assert machine.round_closed(exchanges_next=True) == 60.0, "it has answered"
 
 
+def test_who_gets_ahead_of_an_exchange_waits_until_the_leader_has_caught_up() -> None:
+    """Otherwise the next exchange would begin behind the members, too, and so would each one after it."""
+    machine = at_rest()
+    machine.round_closed(exchanges_next=False)
+    machine.next()
+    machine.done()
+    assert machine.next() == TakeRounds(1)
+    assert machine.round_closed(exchanges_next=False) == 0.0, "nothing is exchanged yet"
+    machine.sent()
+    assert machine.round_closed(exchanges_next=False) == 60.0
+    assert machine.round_closed(exchanges_next=False) == 0.0, "told once"
+    for task in (KeepRecord(), LetGo()):
+        assert machine.next() == task
+        machine.done()
+    machine.exchanged([0], deferred=0)
+    for handed_down in (KeepRecord(), MoveBelow(1, (0,)), FollowBelow()):
+        assert machine.next() == handed_down
+        machine.done()
+    assert not machine.is_idle
+    assert machine.next() == FollowBelow()
+    machine.done()
+    assert machine.next() == TakeRounds(3), "members still wait"
+    machine.exchanged([], deferred=0)
+    assert machine.next() == ReleaseMembers()
+    machine.done()
+    assert machine.is_idle
+    assert machine.round_closed(exchanges_next=True) == 60.0, "in step again"
+
+
+def test_members_whose_wait_ran_out_are_told_to_wait_for_the_next_exchange_anew() -> None:
+    machine = at_rest()
+    assert machine.round_closed(exchanges_next=True) == 60.0
+    assert machine.next() == FollowBelow()
+    machine.done()
+    assert machine.next() == TakeRounds(1)
+    machine.sent()
+    assert machine.round_closed(exchanges_next=False) == 0.0, "they have waited for this one"
+    machine.next()
+    machine.done()
+    machine.next()
+    machine.done()
+    machine.exchanged([], deferred=0)
+    assert machine.next() == FollowBelow()
+    machine.done()
+    assert machine.next() == TakeRounds(1)
+    machine.sent()
+    assert machine.round_closed(exchanges_next=False) == 60.0
+
+
+@pytest.mark.parametrize("why", ["nobody answers", "stopped", "told to end", "members never wait"])
+def test_members_are_released_before_the_leader_catches_up_where_nobody_should_wait(why: str) -> None:
+    machine = at_rest(0.0 if why == "members never wait" else 60.0)
+    machine.round_closed(exchanges_next=True)
+    machine.next()
+    machine.done()
+    assert machine.next() == TakeRounds(1)
+    machine.round_closed(exchanges_next=False)
+    if why == "stopped":
+        machine.stop()
+    machine.exchanged([], deferred=int(why == "nobody answers"), told_to_end=why == "told to end")
+    assert machine.next() == ReleaseMembers()
+
+
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 

@@ -274,7 +274,7 @@ class TestWhoIsMeant:
 
     def test_what_was_done_is_answered_and_told_with_its_reason(self) -> None:
         desk = Desk("ab")
-        assert ask(desk, "kick", worker_id="b") == "b is out of the run; a new start of it may join again"
+        assert ask(desk, "kick", worker_id="b") == "b is out of the run; it may join again after a restart"
         assert ask(desk, "sync") == "a will contribute at the next step after the next heartbeat"
         assert ask(desk, "drain", reason="new disks") == (
             "a will contribute and leave at the next step after the next heartbeat"

@@ -218,7 +218,7 @@ def test_an_operator_can_pardon_it_also_when_it_is_away() -> None:
     desk = an_offender(Desk("abc"))
     desk.leave("c")
     answer = desk.coordinator.control(Control(kind="pardon", worker_id="c", reason="a bad disk"), desk.now)
-    assert answer.done == "c has a clean sheet, and takes part from the next round on"
+    assert answer.done == "c has a clean slate and takes part again from the next round"
     desk.carry_out()
     assert desk.events("pardon") == [{"worker": "c", "offences": 3, "reason": "a bad disk"}]
     desk.join("c")

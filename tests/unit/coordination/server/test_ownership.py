@@ -150,7 +150,7 @@ class TestRelease:
         desk.contribute("b")
         answer = desk.coordinator.control(Control(kind="release", worker_id="a"), desk.now)
         desk.carry_out()
-        assert answer.done.startswith("a belongs to no key now")
+        assert answer.done.startswith("a no longer belongs to a key")
         assert desk.closed == [(1, "b")]
         [left] = desk.events("leave")
         assert (left["worker"], left["reason"]) == ("a", "an operator released its id")

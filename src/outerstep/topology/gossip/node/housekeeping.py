@@ -1,77 +1,90 @@
-"""What is to be done now and then, whether something happens or not."""
+"""The periodic work of a node."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from ....coordination.gossip.chain import witnesses
 from ....coordination.gossip.meaning import leased_datasets
 from ....statements import Converse
-from .conversations import Survey
+from .contributions import DecidedRounds, Payloads
+from .conversations import Conversations, Survey
 from .hearing import blame, hear
 from .listener import Contacts
-
-if TYPE_CHECKING:
-    from .node import Node
+from .records import Recorder
+from .shared import Shared
+from .snapshots import SnapshotExchange
 
 log = logging.getLogger(__name__)
 
 
 class Housekeeping:
-    """Drops bytes that nobody needs any more, notes where the members are, and asks where the run stands if this peer
-    is too far behind to follow."""
+    """A thread that drops bytes nobody needs any more, notes where the members are, and asks for the state of the run
+    if this peer is too far behind to follow."""
 
-    def __init__(self, node: Node, contacts: Contacts, survey: Survey) -> None:
-        self._node, self._contacts, self._survey = node, contacts, survey
+    def __init__(
+        self,
+        shared: Shared,
+        recorder: Recorder,
+        conversations: Conversations,
+        payloads: Payloads,
+        rounds: DecidedRounds,
+        snapshots: SnapshotExchange,
+        contacts: Contacts,
+        survey: Survey,
+        every_s: float,
+    ) -> None:
+        self._shared, self._recorder, self._conversations = shared, recorder, conversations
+        self._payloads, self._rounds, self._snapshots = payloads, rounds, snapshots
+        self._contacts, self._survey, self._every_s = contacts, survey, every_s
         self._places: dict[str, str] = {}
 
     def start(self) -> None:
-        self._node.shared.start("peer-housekeeping", self._always)
+        self._shared.start("peer-housekeeping", self._always)
 
     def _always(self) -> None:
-        node = self._node
+        shared = self._shared
         while True:
-            with node.lock:
-                node.shared.wait(lambda: False, node.settings.beat_every_s)
-                if node.shared.is_stopping:
+            with shared.lock:
+                shared.wait(lambda: False, self._every_s)
+                if shared.is_stopping:
                     return
-                node.payloads.keep_only(node.peer.needed() | node.rounds.needed())
+                self._payloads.keep_only(shared.peer.needed() | self._rounds.needed())
                 self._note_places()
-                is_stuck = node.conversations.stuck_at == node.peer.state.height
-            node.snapshots.drop_unused()
+                is_stuck = self._conversations.stuck_at == shared.peer.state.height
+            self._snapshots.drop_unused()
             if is_stuck:
                 self._catch_up()
 
     def _note_places(self) -> None:
         """With the lock held."""
-        contacts = self._node.peer.contacts
-        keys = [member.key for member in self._node.peer.state.members]
-        places = {key: contacts[key].address for key in keys if key in contacts}
+        peer = self._shared.peer
+        keys = [member.key for member in peer.state.members]
+        places = {key: peer.contacts[key].address for key in keys if key in peer.contacts}
         if places != self._places:
             self._places = places
-            self._node.recorder.remember(self._node.peer.beats())
-            self._node.shared.changed()
+            self._recorder.remember(peer.beats())
+            self._shared.changed()
 
     def _catch_up(self) -> None:
-        """More than f of the members as this peer knows them must name the same state."""
-        node = self._node
-        with node.lock:
-            peer, height = node.peer, node.peer.state.height
-            keys = [member.key for member in peer.state.members if member.key != node.key]
+        """Leap to a newer state that more than f of the members, as this peer knows them, name."""
+        shared = self._shared
+        with shared.lock:
+            peer, height = shared.peer, shared.peer.state.height
+            keys = [member.key for member in peer.state.members if member.key != peer.member.key]
             needed = witnesses(len(peer.state.members), peer.rules.attackers)
             known = (peer.run_id, len(peer.state.versions), leased_datasets(peer.state))
         found = self._survey.newest_state(self._contacts, keys, known, needed, self._blame)
         if found is None:
             return
         state, beats = found
-        with node.lock:
+        with shared.lock:
             if state.height > height == peer.state.height:  # else the next block has come meanwhile
                 log.info("the run is %d blocks ahead: resuming from there", state.height - height)
-                node.recorder.leap(state)
-                hear(node.shared, Converse(run_id=peer.run_id, sender=node.peer_id, height=0, statements=beats))
-                node.recorder.note()
+                self._recorder.leap(state)
+                hear(shared, Converse(run_id=peer.run_id, sender=peer.member.peer_id, height=0, statements=beats))
+                self._recorder.note()
 
     def _blame(self, key: str, why: str) -> None:
-        with self._node.lock:
-            blame(self._node.shared, key, why)
+        with self._shared.lock:
+            blame(self._shared, key, why)

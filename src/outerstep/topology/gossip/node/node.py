@@ -49,7 +49,7 @@ from ....errors import (
 )
 from ....events import Event, EventSink, PeerExpelled, RoundDecided, WorkerDied, WorkerJoined, WorkerLeft, mean_loss
 from ....observe import FanOut
-from ....observe.status import PeerStatus
+from ....observe.status import PEER_MODE, PeerMemberStatus, PeerStatus
 from ....security import Credentials
 from ....security.signing import make_key, verify
 from ....statements import Beat, ChainState, Converse, Decision, Member, Offered, Ownership, Round, invitation_body
@@ -62,10 +62,11 @@ from .hearing import blame, hear
 from .housekeeping import Housekeeping
 from .listener import Contacts, NodeListener
 from .records import PeerFolder, PeerRunFacts, Recorder
-from .service import PeerService, build_status
+from .service import PeerService
 from .settings import Callbacks, DecidedRound, NodeSettings
 from .shared import Shared
 from .snapshots import CheckSnapshot, SnapshotExchange
+from .status import with_run
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,15 @@ LONGEST_SILENCE_S = 10.0  # of another peer in the middle of an answer
 
 
 class Node:
-    """Listens from the start, and speaks from `begin` on. Others may use `peer` under `lock`."""
+    """A peer as a process. It listens from the start and speaks from `begin` on. Others may use `peer` under `lock`."""
+
+    # made by `begin`
+    recorder: Recorder
+    conversations: Conversations
+    snapshots: SnapshotExchange
+    rounds: DecidedRounds
+    _fetcher: Fetcher
+    _housekeeping: Housekeeping
 
     def __init__(
         self,
@@ -304,7 +313,17 @@ class Node:
         self.conversations = Conversations(self.shared, self.recorder, self._contacts, self.settings.beat_every_s)
         self.snapshots = SnapshotExchange(self.shared, self._contacts, callbacks)
         self._fetcher = Fetcher(self.shared, self.recorder, self._contacts, self.payloads, self.rounds, callbacks)
-        self._housekeeping = Housekeeping(self, self._contacts, self._survey)
+        self._housekeeping = Housekeeping(
+            self.shared,
+            self.recorder,
+            self.conversations,
+            self.payloads,
+            self.rounds,
+            self.snapshots,
+            self._contacts,
+            self._survey,
+            self.settings.beat_every_s,
+        )
 
     @property
     def protocol(self) -> int:
@@ -449,7 +468,31 @@ class Node:
 
     def status(self) -> PeerStatus:
         with self.lock:
-            return build_status(self)
+            now = self.clock()
+            status = PeerStatus(
+                mode=PEER_MODE,
+                peer_id=self.peer_id,
+                address=self.address,
+                uptime_s=now - self.started_at,
+                failure=self.failure,
+                trouble=self.shared.trouble,
+                bytes_sent=self.service.bytes_sent,
+                bytes_received=self.counts.get("fetched_bytes", 0),
+            )
+            if not self.shared.has_begun:
+                return status
+            step, speed, loss = self.progress
+            own = PeerMemberStatus(
+                peer_id=self.peer_id, address=self.address, step=step, steps_per_second=speed, loss=loss, is_self=True
+            )
+            return replace(
+                with_run(status, self.peer, own, self.conversations.troubles(), now),
+                losses=[float(f"{loss:.6g}") for loss in self.losses],
+                held_bytes=self.payloads.memory_bytes,
+                spooled_bytes=self.payloads.spooled_bytes,
+                fetches=self.counts,
+                conversations=self.conversations.conversations,
+            )
 
     @property
     def counts(self) -> dict[str, int]:

@@ -1,17 +1,16 @@
-"""What a node answers to others, and what it says of itself; in the words of a server's status where there are such."""
+"""The service of a node: its answers to other peers, and its pages."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec.structs import replace
 
-from ....coordination.gossip.chain import leased_data
 from ....errors import BadRequest, Busy, NotFound, OtherRun, RunFull, ServerFailed
 from ....observe.families import families_of
 from ....observe.prometheus import CONTENT_TYPE, METRICS_PATH, write_metrics
 from ....observe.sinks import EventCounts
-from ....observe.status import PEER_MODE, DataStatus, FragmentStatus, PeerMemberStatus, PeerStatus
+from ....observe.status import PeerStatus
 from ....statements import Converse
 from ....versions import check_spoken
 from ....wire.http_request import HttpRequest
@@ -27,22 +26,40 @@ from ....wire.peers import (
     PartList,
     PeerAnswer,
     PeerRequest,
+    Terms,
 )
 from ....wire.routes import DownloadRoute, MessageRoute, PlainRoute, Reply, Route
-from .contributions import HeldPayload
+from .contributions import HeldPayload, Payloads
+from .conversations import Conversations
 from .hearing import hear
-
-if TYPE_CHECKING:
-    from .node import Node
+from .records import Recorder
+from .shared import Shared
+from .snapshots import SnapshotExchange
 
 RETRY_S = 0.5
 DISK_PATIENCE_S = 20.0
 
 
-class PeerService:
-    """The bytes' side of a Node. Every caller has shown the run's token."""
+class ServedNode(Protocol):
+    """A node, as its service sees it. Recorder, conversations and snapshots exist once the run has begun."""
 
-    def __init__(self, node: Node) -> None:
+    shared: Shared
+    payloads: Payloads
+    recorder: Recorder
+    conversations: Conversations
+    snapshots: SnapshotExchange
+
+    def terms(self, protocol: int) -> Terms:
+        """The terms, for a peer that wants to join and speaks this protocol."""
+
+    def status(self) -> PeerStatus:
+        """The node's status."""
+
+
+class PeerService:
+    """The HTTP side of a node. Every caller has shown the run's token."""
+
+    def __init__(self, node: ServedNode) -> None:
         self._node = node
         self.bytes_sent = 0
         self.counts = EventCounts()
@@ -58,7 +75,7 @@ class PeerService:
 
     @property
     def failure(self) -> str:
-        return self._node.failure
+        return self._node.shared.failure
 
     @property
     def trouble(self) -> str:
@@ -101,11 +118,11 @@ class PeerService:
     def _converse(self, told: Converse) -> Converse:
         self._check_run(told.run_id)
         node = self._node
-        with node.lock:
+        with node.shared.lock:
             hear(node.shared, told)
             node.conversations.was_heard(told.sender)
             node.recorder.note()
-            answer = node.peer.say_to(told.height)
+            answer = node.shared.peer.say_to(told.height)
             if not node.recorder.wait_until_kept(DISK_PATIENCE_S):
                 why = "is stopping" if node.shared.is_stopping else "cannot write down what it would say"
                 raise Busy(f"this peer {why}", retry_after_s=RETRY_S)
@@ -113,8 +130,9 @@ class PeerService:
 
     def _snapshot(self, request: AskSnapshot) -> OfferedSnapshot:
         self._check_run(request.run_id)
-        if request.fragment >= len(self._node.peer.state.versions):
-            raise BadRequest(f"the run has {len(self._node.peer.state.versions)} fragments, got {request.fragment}")
+        fragments = len(self._node.shared.peer.state.versions)
+        if request.fragment >= fragments:
+            raise BadRequest(f"the run has {fragments} fragments, got {request.fragment}")
         return self._node.snapshots.offer(request.fragment)
 
     def _parts(self, request: AskParts) -> PartList:
@@ -128,21 +146,22 @@ class PeerService:
         return held
 
     def _check_run(self, run_id: str) -> None:
-        if not self._node.shared.has_begun:
+        shared = self._node.shared
+        if not shared.has_begun:
             raise Busy("this peer has not begun yet", hint="ask again", retry_after_s=RETRY_S)
-        if run_id != self._node.peer.run_id:
+        if run_id != shared.peer.run_id:
             raise OtherRun(
-                f"this peer belongs to run {self._node.peer.run_id}, the request to {run_id}",
+                f"this peer belongs to run {shared.peer.run_id}, the request to {run_id}",
                 hint="give the peer that asks an empty folder, or another address to join",
             )
 
     def _check_place(self, peer_id: str) -> None:
-        """A member may always ask, whatever became of it meanwhile."""
-        node = self._node
-        with node.lock:
-            if not node.shared.has_begun or not node.peer.is_full:
+        """Refuse a newcomer if the run is full. A member may always ask, whatever became of it meanwhile."""
+        shared = self._node.shared
+        with shared.lock:
+            if not shared.has_begun or not shared.peer.is_full:
                 return
-            members = [member.peer_id for member in node.peer.state.members]
+            members = [member.peer_id for member in shared.peer.state.members]
         if peer_id not in members:
             raise RunFull(
                 f"the run has {len(members)} members, the most there can be: there is no place for {peer_id!r}",
@@ -154,68 +173,3 @@ class PeerService:
             raise ServerFailed(f"this peer has stopped: {self.failure}", hint="its log has the cause")
         if self._node.shared.is_stopping:
             raise Busy("this peer is stopping", retry_after_s=1.0)
-
-
-def build_status(node: Node) -> PeerStatus:
-    """With the lock held."""
-    status = PeerStatus(
-        mode=PEER_MODE,
-        peer_id=node.peer_id,
-        address=node.address,
-        uptime_s=node.clock() - node.started_at,
-        failure=node.failure,
-        trouble=node.shared.trouble,
-        bytes_sent=node.service.bytes_sent,
-        bytes_received=node.counts.get("fetched_bytes", 0),
-    )
-    if not node.shared.has_begun:
-        return status
-    peer, now = node.peer, node.clock()
-    members = {member.key: member.peer_id for member in peer.state.members}
-    return replace(
-        status,
-        begun=True,
-        run_id=peer.run_id,
-        protocol=peer.rules.protocol,
-        height=peer.state.height,
-        is_member=peer.is_member,
-        versions=list(peer.state.versions),
-        members=[_member(node, key, peer_id, now) for key, peer_id in members.items()],
-        silent=[peer_id for key, peer_id in members.items() if peer.is_silent(key, now)],
-        expelled=[member.peer_id for member in peer.state.expelled],
-        refused=dict(peer.refusals.counts),
-        proven_to_lie=sorted(members.get(key, key) for key in peer.book.proofs),
-        is_short_of_peers=peer.is_short_of_peers(now),
-        losses=[float(f"{loss:.6g}") for loss in node.losses],
-        fragments=[
-            FragmentStatus(version=version, waiting_for=peer.waiting_for(fragment, now))
-            for fragment, version in enumerate(peer.state.versions)
-        ],
-        data=[DataStatus(**one) for one in leased_data(peer.state)],
-        held_bytes=node.payloads.memory_bytes,
-        spooled_bytes=node.payloads.spooled_bytes,
-        fetches=node.counts,
-        conversations=node.conversations.conversations,
-    )
-
-
-def _member(node: Node, key: str, peer_id: str, now: float) -> PeerMemberStatus:
-    """One member, as this peer knows it."""
-    if key == node.key:
-        step, speed, loss = node.progress
-        known = PeerMemberStatus(peer_id=peer_id, step=step, steps_per_second=speed, loss=loss, is_self=True)
-        return replace(known, address=node.address, height=node.peer.state.height)
-    beat = node.peer.contacts.get(key)
-    known = PeerMemberStatus(peer_id=peer_id, trouble=node.conversations.troubles().get(key, ""))
-    if beat is None:
-        return known
-    return replace(
-        known,
-        address=beat.address,
-        height=beat.height,
-        wants=beat.wants,
-        step=beat.step,
-        steps_per_second=beat.steps_per_second,
-        loss=beat.loss,
-        last_seen_s=node.peer.silent_s(key, now),
-    )
