@@ -91,6 +91,18 @@ class UnitsDone(Event):
 
 
 @dataclass(frozen=True)
+class UnitsRepeated(Event):
+    """A first part of these units was in the model, and nobody went on with it: version `version` holds what this
+    worker has trained of them, from their beginning or from an earlier sample. `places`: ranges."""
+
+    kind = "data_repeated"
+    dataset: str
+    worker: str
+    version: int
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class UnitsReturned(Event):
     """What a worker that is gone had leased: to be leased `again`, or lost."""
 
