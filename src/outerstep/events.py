@@ -80,6 +80,21 @@ class WorkerDied(Event):
 
 
 @dataclass(frozen=True)
+class DataLeased(Event):
+    """A worker was the first to ask for this dataset: from now on the run leases it. With these facts an event log says
+    by itself which samples its units are."""
+
+    kind = "data_leased"
+    dataset: str
+    worker: str
+    samples: int
+    unit_samples: int
+    epochs: int
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True)
 class UnitsDone(Event):
     """Leased units of data are in the model: version `version` holds the last of their steps. `places`: ranges."""
 

@@ -608,8 +608,18 @@ def test_the_command_shows_how_far_the_data_is_and_lists_every_sample(
         assert max(int(row["version"]) for row in rows) == run.server.sync_round
         with pytest.raises(ConfigError, match="belong together"):
             CliRunner().invoke(app, ["data", "--export", str(table)], catch_exceptions=False)
+        once_more, rows = log.read_text(), table.read_text()
         log.write_text('{"event": "data", "dataset": 3}\n')
         with pytest.raises(ConfigError, match="line 1 of"):
             CliRunner().invoke(app, asked, catch_exceptions=False)
     finally:
         run.server.stop()
+    log.write_text(once_more)
+    monkeypatch.delenv("DILOCO_SERVER")
+    table.unlink()
+    assert CliRunner().invoke(app, asked).output == f"{SAMPLES} samples in {table}\n", "the run is over"
+    assert table.read_text() == rows
+    log.write_text("".join(line for line in once_more.splitlines(keepends=True) if '"data_leased"' not in line))
+    monkeypatch.setenv("DILOCO_SERVER", f"http://{run.server.address}")
+    with pytest.raises(ConfigError, match="give the whole log of a server"):
+        CliRunner().invoke(app, asked, catch_exceptions=False)
