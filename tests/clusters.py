@@ -64,11 +64,15 @@ def build_model(kind: str) -> nn.Module:
 class Cluster:
     """A server process and worker processes; everything is ended by its id."""
 
-    def __init__(self, folder: Path, *server_flags: str, model: str = "tiny", event_log: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *server_flags: str, model: str | nn.Module = "tiny", event_log: str | None = None
+    ) -> None:
+        """`model`: its kind, or one that other scripts than ours train."""
         self.folder = folder
-        save_model(build_model(model), folder / "initial")
+        kind = model if isinstance(model, str) else "tiny"
+        save_model(build_model(model) if isinstance(model, str) else model, folder / "initial")
         tests = str(Path(__file__).parent)
-        (folder / "train.py").write_text(SCRIPT.format(tests=tests, folder=str(folder), kind=model, lr=RATES[model]))
+        (folder / "train.py").write_text(SCRIPT.format(tests=tests, folder=str(folder), kind=kind, lr=RATES[kind]))
         self.address = f"127.0.0.1:{free_port()}"
         self.children: list[Child] = []
         self._event_log = event_log or str(folder / "events.jsonl")

@@ -13,9 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from clusters import Cluster
 from integration.shape_job import RANKS, SYNC_EVERY, make_model, really_train_step, train_step
 from integration.test_groups import Job, Versions, jobs, versions  # noqa: F401 - fixtures
 from outerstep import DiLoCoWorker
+from outerstep.model_folder import load_state_dict
 from outerstep.server import DiLoCoServer
 from support import assert_same, in_threads, wait_until
 
@@ -192,6 +194,36 @@ def test_a_job_whose_rank_was_killed_goes_on_in_another_shape_and_every_step_cou
         plain_worker(server.address, "job", steps)
         assert_same(found, server.get_global_params())
     assert samples == 8 * (4 * 4 + 2 * 3 + 2 * 3 + 3)  # of each step on each rank that took it
+
+
+def test_a_job_of_boxes_outlives_its_server_and_every_step_counts_once(
+    tmp_path: Path,
+    jobs: list[Job],  # noqa: F811
+) -> None:
+    """The new server knows nothing of how the job cuts the model: each rank says it again."""
+    for file in ("name", "slowly"):
+        (tmp_path / file).write_text("job")
+    flags = ["-n", "1", "--sync-every", str(SYNC_EVERY), "--outer-lr", "1", "--outer-momentum", "0"]
+    flags += ["--codec", "fp32", "--down-codec", "fp32"]
+    flags += ["--num-fragments", "2", "--fragment-delay", "1", "--fragment-carry"]
+    steps = 8 * SYNC_EVERY + 1
+    with Cluster(tmp_path, *flags, model=make_model()) as run:
+        jobs.append(Job(tmp_path, "fsdp_tp", run.address, script=JOB, ranks=RANKS["fsdp_tp"], steps=steps))
+        wait_until(lambda: run.round() >= 2, timeout_s=100)
+        run.server.kill()
+        run.server.wait()
+        died_at = len(run.events("round"))
+        run.start_server(*flags)
+        results = jobs[-1].results()
+        assert len(run.events("round")) >= died_at + 4
+        run.server.send_signal(signal.SIGTERM)
+        assert run.server.wait(60) == 0, run.log("server")
+    assert [result["steps_discarded"] for result in results] == [0] * 4
+    found = load_state_dict(tmp_path / "outerstep-run" / "latest")
+    settings: dict[str, Any] = {"codec": "fp32", "down_codec": "fp32", **STREAMED}
+    with make_server(num_workers=1, **settings) as server:
+        plain_worker(server.address, "job", steps)
+        assert_same(found, server.get_global_params())
 
 
 @pytest.mark.row("F29")

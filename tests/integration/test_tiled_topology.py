@@ -314,7 +314,7 @@ def test_a_start_of_a_worker_has_one_tiling_and_as_many_sections_as_it_says() ->
         who = {"run_id": answer.run_id, "worker_id": "job", "incarnation": answer.incarnation}
         with pytest.raises(BadRequest, match="got 3 sections; the worker's tiling has 4"):
             transport.call(Poll(**who, fragment=0, after=-1, sections=3, tiled=True))
-        with pytest.raises(BadRequest, match="the manifest that comes with it"):
+        with pytest.raises(BadRequest, match="must come with the manifest"):
             transport.call(replace(join, worker_id="other", manifest=None))
 
 
@@ -323,7 +323,7 @@ def test_a_join_that_is_refused_settles_nothing() -> None:
     with server_of(codec=None) as server:
         transport, told = MemoryTransport(server.service), make_tiling(SHAPES, JOBS["rows and columns"])
         join = Join(protocol=2, worker_id="job", instance="0123456789", wishes=Wishes(codec="int8"))
-        with pytest.raises(BadRequest, match="the manifest that comes with it"):
+        with pytest.raises(BadRequest, match="must come with the manifest"):
             transport.call(replace(join, tiling=told))
         quotas = server.service.coordinator.quotas
         quotas.charge("joins", "", "others", server.service.clock(), is_newcomer=True, amount=10**6)

@@ -295,7 +295,7 @@ class Coordinator:
                 self.members.order(worker.worker_id, "drain", self.closing)
             self._start_if_ready(now)
             self._close_rounds(now)
-        worker.tiling = self.tilings.shared(tiling) if tiling is not None else None
+        worker.tiling, worker.has_said_shape = self.tilings.shared(tiling) if tiling is not None else None, True
         return JoinAnswer(
             run_id=self.run_id,
             incarnation=worker.incarnation,
@@ -351,6 +351,10 @@ class Coordinator:
         if message.tiled is not True:
             return message.sections
         worker = self.members.find(message.worker_id)
+        if worker is not None and worker.tiling is None and not worker.has_said_shape:
+            raise UnknownWorker(
+                f"worker {message.worker_id!r} has not said what it holds since this server started", hint="join again"
+            )
         if worker is None or worker.tiling is None or self.plan is None:
             raise BadRequest(f"worker {message.worker_id!r} has joined without a tiling", hint="join again, with it")
         return worker.tiling.fragment(self.plan.fragments[message.fragment])

@@ -221,6 +221,7 @@ class KnownWorker:
     unpublished: dict[int, int] = field(default_factory=dict)  # per fragment: the version that takes it in, until told
     info: dict[str, InfoValue] = field(default_factory=dict)  # what it tells of itself, while it is live
     tiling: ModelTiling | None = None  # what its processes hold, if its contributions are not cut by rows
+    has_said_shape: bool = False  # with or without a tiling: it has joined since this server started
     facts: MemberFacts | None = None  # what it told last that may change
     facts_at: float = 0.0
 
