@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import os
 import time
 from pathlib import Path
@@ -27,9 +28,9 @@ from outerstep.data import (
     LeasedStream,
     MixedLoader,
 )
-from outerstep.data.order import part_of
+from outerstep.data.order import part_of, samples_of
 from outerstep.errors import ConfigError, PlanMismatch, WorkerError
-from outerstep.events import Event, UnitsDone
+from outerstep.events import Event, UnitsDone, UnitsRepeated
 from outerstep.server import DiLoCoServer
 from outerstep.types import Assignment, Wishes
 from outerstep.worker import DiLoCoWorker
@@ -202,6 +203,40 @@ def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(
         table = server.service.coordinator.leases.tables["train"]
         units = SAMPLES // 4 if kind == "samples" else len(SHARDS)
         assert (table.done.total, table.repeated, table.spent.total) == (units, 0, 0)
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_part_of_a_unit_that_is_trained_once_more_after_sigkill_is_counted(tmp_path: Path, resumes: bool) -> None:
+    """Killed between a contribution and the state that would know of it: that ends in the middle of a unit, for six
+    samples are in a round and four in a unit. It resumes from before, or another trains the unit from its start."""
+    log = tmp_path / "events.jsonl"
+    settings = {**PLAIN, "insecure": True, "host": "127.0.0.1", "event_log": str(log), "heartbeat_timeout": 6.0}
+    server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, **settings)
+    server.start()
+    script = str(Path(__file__).parent / "leased_job.py")
+    try:
+        for life, die_at in enumerate((3, 0)):
+            environ = {
+                "OUTERSTEP_WORKER_ID": "w" if life == 0 or resumes else "other", "OMP_NUM_THREADS": "1",
+                "DILOCO_SERVER": f"http://{server.address}", "OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys"),
+                "SAVE_EVERY": "2",
+            }  # fmt: skip
+            while life and not resumes and "w" in server.service.coordinator.members.live_ids:
+                time.sleep(0.05)
+            with (tmp_path / f"log-{life}").open("wb") as out:
+                code = run_job([script, str(tmp_path), str(SAMPLES), "2", str(die_at), "0", "samples"], out, environ)
+            assert code == (-9 if die_at else 0), (tmp_path / f"log-{life}").read_text()[-3000:]
+        twice = (server.get_global_params()["cells"] - 1.0).nonzero().flatten().tolist()
+        place = 1
+        dataset = server.service.coordinator.leases.tables["train"].dataset
+        assert sorted(twice) == sorted(samples_of(dataset, place)[:2]), "the first half of the second unit"
+        table = server.service.coordinator.leases.tables["train"]
+        assert (table.done.total, table.repeated, table.spent.total) == (SAMPLES // 4, 1, 0)
+        told = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [one["places"] for one in told if one["event"] == UnitsRepeated.kind] == [[[place, place + 1]]]
     finally:
         server.stop()
 
@@ -610,8 +645,18 @@ def test_the_command_shows_how_far_the_data_is_and_lists_every_sample(
         assert max(int(row["version"]) for row in rows) == run.server.sync_round
         with pytest.raises(ConfigError, match="belong together"):
             CliRunner().invoke(app, ["data", "--export", str(table)], catch_exceptions=False)
+        once_more, rows = log.read_text(), table.read_text()
         log.write_text('{"event": "data", "dataset": 3}\n')
         with pytest.raises(ConfigError, match="line 1 of"):
             CliRunner().invoke(app, asked, catch_exceptions=False)
     finally:
         run.server.stop()
+    log.write_text(once_more)
+    monkeypatch.delenv("DILOCO_SERVER")
+    table.unlink()
+    assert CliRunner().invoke(app, asked).output == f"{SAMPLES} samples in {table}\n", "the run is over"
+    assert table.read_text() == rows
+    log.write_text("".join(line for line in once_more.splitlines(keepends=True) if '"data_leased"' not in line))
+    monkeypatch.setenv("DILOCO_SERVER", f"http://{run.server.address}")
+    with pytest.raises(ConfigError, match="give the whole log of a server"):
+        CliRunner().invoke(app, asked, catch_exceptions=False)

@@ -297,7 +297,10 @@ class LeasedData:
 
     def describe(self, units: Units) -> tuple[Trained, ...]:
         with self._changed:
-            return self._work.describe(units)
+            named = self._work.describe(units)
+        if self._members is not None:  # who hold the table together count whole units
+            return tuple(Trained(dataset=one.dataset, places=one.places) for one in named if one.places)
+        return named
 
     def exchanged(self, state: WorkerState) -> None:
         with self._changed:
@@ -313,6 +316,11 @@ class LeasedData:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Before the start."""
         self._work.load_state(state)
+
+    def resumed(self, *, goes_back: bool) -> None:
+        """The worker has joined, from a state that is older than what it had sent, or from none such. (Also before the
+        start.)"""
+        self._work.resumed(goes_back=goes_back)
 
     # --- the thread that asks -------------------------------------------------------------------------------------
 

@@ -134,9 +134,14 @@ class SimWorker(CarriedWorker[Named]):
         self._machine = self.machine_type(self.worker_id, self._session.joined.plan, offline=offline)
         return self._machine
 
+    def _overtaken(self, saved: SimSaved) -> list[int]:
+        """Fragments of which the server has later contributions than the state knows of."""
+        last = [state.last_sequence for state in self._session.joined.fragments]
+        return [i for i, fragment in enumerate(saved.fragments) if last[i] > fragment.sequence]
+
     def _resume(self, saved: SimSaved) -> None:
         last = [state.last_sequence for state in self._session.joined.fragments]
-        overtaken = [i for i, fragment in enumerate(saved.fragments) if last[i] > fragment.sequence]
+        overtaken = self._overtaken(saved)
         self._history.faults["resumed"] += 1
         self._history.faults["overtaken"] += bool(overtaken)
         for i, fragment in enumerate(saved.fragments):

@@ -175,10 +175,11 @@ class DiLoCoWorker:
             if self._saved is not None and self._saved.data:
                 self._data.load_state(self._saved.data)
             self._data.join(self._topology)
+        joined = self._topology.join(self._replica.manifest, self.config.wishes)
         self._sync = Synchronizer(
             self._topology,
             self._replica,
-            self._topology.join(self._replica.manifest, self.config.wishes),
+            joined,
             Offline(self.config.server.patience_s, self.config.server.offline_rounds),
             self._interrupts if self._ranks is None else None,  # a group leaves together, by no clock of one process
             on_reload=self._reloaded,
@@ -190,6 +191,7 @@ class DiLoCoWorker:
             describe=self._data.describe if self._data is not None else self.describe_units,
         )
         if self._data is not None:
+            self._data.resumed(goes_back=bool(joined.overtaken))
             self._data.start(self._topology, self._sync.machine.state, self._share)
         if self._watches:
             changed = self._saved is not None and self._saved.changed
