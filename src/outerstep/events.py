@@ -80,10 +80,37 @@ class WorkerDied(Event):
 
 
 @dataclass(frozen=True)
+class DataLeased(Event):
+    """A worker was the first to ask for this dataset: from now on the run leases it. With these facts an event log says
+    by itself which samples its units are."""
+
+    kind = "data_leased"
+    dataset: str
+    worker: str
+    samples: int
+    unit_samples: int
+    epochs: int
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True)
 class UnitsDone(Event):
     """Leased units of data are in the model: version `version` holds the last of their steps. `places`: ranges."""
 
     kind = "data"
+    dataset: str
+    worker: str
+    version: int
+    places: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class UnitsRepeated(Event):
+    """A first part of these units was in the model, and nobody went on with it: version `version` holds what this
+    worker has trained of them, from their beginning or from an earlier sample. `places`: ranges."""
+
+    kind = "data_repeated"
     dataset: str
     worker: str
     version: int

@@ -414,7 +414,8 @@ class Lease(FromMember, frozen=True):
     same answer. `holds`: all places that it was leased and that are not in agreements it has adopted; what the server
     believes it holds beyond that is not there, and goes back. `dropped`: places whose steps it has given up since the
     last request. `untrained`: how many of those that it holds it has not trained; `waits`: it has none left to draw;
-    `pace`: units per second."""
+    `pace`: units per second. `goes_back`: it has resumed from a state that is older than what it had sent, and trains
+    once more what came in between of units that it has begun."""
 
     SINCE: ClassVar[int] = 2
 
@@ -426,6 +427,7 @@ class Lease(FromMember, frozen=True):
     untrained: Count = 0
     waits: bool = False
     pace: Annotated[float, Meta(ge=0.0, le=1e9)] = 0.0
+    goes_back: bool = False
 
 
 class LeaseAnswer(Plain, frozen=True):
@@ -444,14 +446,19 @@ class LeaseAnswer(Plain, frozen=True):
 
 
 class Trained(Plain, frozen=True):
-    """The units of one dataset whose last step is in a contribution. `begun`: of a cluster, units of which it may hold
-    a part: some fragments of the cluster's own have them already. They are named when all have."""
+    """The units of one dataset whose last step is in a contribution. `begun`: units of which it holds a part, and whose
+    last step is still to come; of a cluster, units that it may hold a part of: some fragments of the cluster's own have
+    them already. They are named when all have. `continued`: of both, those of which earlier contributions to the same
+    fragment hold a part. `torn`: units of which it holds a part, and whose other parts are in no model: whoever trains
+    them begins anew."""
 
     SINCE: ClassVar[int] = 2
 
     dataset: DatasetName
     places: Places
     begun: Places = ()
+    continued: Places = ()
+    torn: Places = ()
 
 
 class LeaseStatement(Plain, frozen=True):

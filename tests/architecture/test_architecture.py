@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "versions": {"errors"},
     "digest": set(),
     "installing": set(),
-    "lanes": set(),
+    "lanes": {"defaults"},
     "ranges": set(),
     "schedule": set(),
     "screens": {"errors"},
@@ -71,7 +71,7 @@ MAY_IMPORT = {
     "data": PLAIN | {"coordination", "topology"},
     "hierarchy": PLAIN | {"coordination", "durable", "observe", "security", "server", "topology", "wire", "worker"},
     "compat": PLAIN | {"config", "core", "coordination", "pool", "server", "topology", "wire"},
-    "demo": PLAIN | {"", "dashboard", "installing", "model_folder", "security", "wire"},
+    "demo": PLAIN | {"", "dashboard", "data", "installing", "model_folder", "security", "torch_file", "wire"},
     "cli": PLAIN
     | {
         "compat",

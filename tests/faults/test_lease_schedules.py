@@ -25,29 +25,34 @@ from outerstep.simulate.history import History
 from outerstep.simulate.scenario import Scenario
 from outerstep.simulate.server import SimServer
 from outerstep.simulate.world import World
-from outerstep.types import Control, Dataset, Places
+from outerstep.types import Control, Dataset, Places, Trained
 
 QUICK, FULL, AT_ONCE, LIED = 150, 2_000, 370, 100
 
 
 def dataset_of(seed: int) -> Dataset:
-    rng = random.Random(f"data {seed}")
+    rng, size = random.Random(f"data {seed}"), unit_and_batch(seed)[0]
     return Dataset(
         name="train",
-        samples=rng.choice([40, 200, 100_000]),
-        unit_samples=1,
+        samples=rng.choice([40, 200, 100_000]) * size,
+        unit_samples=size,
         epochs=rng.choice([0, 1, 1, 2]),
         again=rng.random() < 0.7,
         dropped=rng.choice(["spent", "again"]),
     )
 
 
+def unit_and_batch(seed: int) -> tuple[int, int]:
+    """In half of the schedules a contribution may begin and end in the middle of a unit."""
+    return ((1, 1), (3, 2), (1, 1), (5, 2))[seed % 4]
+
+
 def play(seed: int, *, server_type: type[SimServer] = SimServer, lies: bool = False, **of_workers: Any) -> History:
     dataset, scenario = dataset_of(seed), replace(Scenario.drawn(seed), liar="")
     if not dataset.again:  # a run that keeps no record of each round refuses it
         scenario = replace(scenario, durability="round")
-    worker_type = type("Worker", (SimDataWorker,), {"dataset": dataset, **of_workers})
-    world = World(scenario, seed, worker_type=worker_type, server_type=server_type)
+    of_workers = {"dataset": dataset, "batch": unit_and_batch(seed)[1], **of_workers}
+    world = World(scenario, seed, worker_type=type("Worker", (SimDataWorker,), of_workers), server_type=server_type)
     liar = SimDataLiar(scenario, world.agenda, world.server, dataset) if lies else None
     history = world.run()
     check_data(world.server, dataset, history, scenario.fragments)
@@ -66,7 +71,8 @@ def play_all(seeds: range, **how: Any) -> Counter[str]:
 
 def test_every_unit_is_accounted_for() -> None:
     found = play_all(range(QUICK))
-    for what in ("units_done", "units_repeated", "units_lost", "units_spent", "server_died", "resumed", "crash"):
+    kinds = ("units_done", "units_repeated", "units_in_part", "units_lost", "units_spent")
+    for what in (*kinds, "server_died", "resumed", "overtaken", "crash"):
         assert found[what] > 0, f"no schedule had {what}"
     assert found["units_repeated"] < found["units_done"] / 4
 
@@ -205,6 +211,23 @@ class PutsNoMark(LeaseTable):
         return super().resumed({**facts, "reserved": facts["next"]}, 0.0)
 
 
+class CountsWholeUnits(LeaseTable):
+    """Does not count a unit of which a part is in the model once more."""
+
+    def _note_again(self, worker_id: str, version: int, places: Ranges) -> list[Event]:
+        before = self.repeated
+        told = super()._note_again(worker_id, version, places)
+        self.repeated = before
+        return told
+
+
+class TrustsEnds(LeaseTable):
+    """Calls a unit done whose last step came, though it does not know the first."""
+
+    def _known_parts(self, worker_id: str, fragment: int) -> Ranges:
+        return Ranges([(0, self.next)])
+
+
 def kept_by(bug: type[LeaseTable]) -> dict[str, Any]:
     leases = type("Leases", (Leases,), {"table_type": bug})
     coordinator = type("Coordinator", (Coordinator,), {"leases_type": leases})
@@ -218,6 +241,20 @@ class NamesAllItHolds(LeasedWork):
         return super().describe(((0, self._next),) if units else ())
 
 
+class NamesNoParts(LeasedWork):
+    """Says only which units end in a contribution."""
+
+    def describe(self, units: Any) -> Any:
+        return tuple(Trained(dataset=one.dataset, places=one.places) for one in super().describe(units))
+
+
+class KeepsTornUnits(LeasedWork):
+    """Does not see that a part of a unit was given up."""
+
+    def _tear(self, dropped: Ranges, lost: Ranges) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("bug", "symptom", "first"),
     [
@@ -227,6 +264,10 @@ class NamesAllItHolds(LeasedWork):
         (kept_by(DoneInOneFragment), "is not in the model", 0),
         (kept_by(PutsNoMark), "in the model once more|trained twice", 0),
         ({"work_type": NamesAllItHolds}, "is not in the model", 0),
+        (kept_by(CountsWholeUnits), "in the model once more", 0),
+        (kept_by(TrustsEnds), "is not in the model", 380),
+        ({"work_type": NamesNoParts}, "in the model once more", 0),
+        ({"work_type": KeepsTornUnits}, "is not in the model", 0),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
 )

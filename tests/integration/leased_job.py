@@ -5,7 +5,7 @@
 DIE_AT: SIGKILL right after that step, 0 = never. KIND: samples, or shards of one to seven samples. WHO dies: the job
 (default), or the first of its loader processes.
 
-Model, optimizer and worker are saved after each step, in one file; the job resumes from it.
+Model, optimizer and worker are saved after each step (SAVE_EVERY: each n-th), in one file; the job resumes from it.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ with outerstep.attach(model, optimizer, data=data, state=saved["worker"] if save
         model["cells"].grad = grad
         optimizer.step()
         steps += 1
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "worker": worker.state_dict()}
-        torch.save(state, checkpoint.with_suffix(".new"))
-        checkpoint.with_suffix(".new").rename(checkpoint)
+        if steps % int(os.environ.get("SAVE_EVERY", "1")) == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "worker": worker.state_dict()}
+            torch.save(state, checkpoint.with_suffix(".new"))
+            checkpoint.with_suffix(".new").rename(checkpoint)
         with (folder / f"{worker_id}.log").open("a") as file:
             print(*batch.tolist(), file=file)
         if steps == die_at:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from rich.console import Console
 
 import nursery
+from outerstep.demo.ledger import QUICK_UNITS, UNIT_SAMPLES, Ledger, LedgerSettings, run_ledger
 from outerstep.demo.processes import Process
 from outerstep.demo.scenes import SceneResults, bits_of, run_scene
 from outerstep.demo.sites import why_no_namespaces
@@ -72,6 +74,37 @@ def test_two_clusters_of_two_end_with_the_same_weights(tmp_path: Path) -> None:
     logs = "".join(file.read_text() for file in folder.glob("*.log"))
     assert "certificate sha256" in logs  # it went over TLS
     assert token[4:] not in logs + done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_demo_of_leased_data_accounts_for_every_unit(tmp_path: Path) -> None:
+    said = io.StringIO()
+    settings = LedgerSettings(tmp_path, units=QUICK_UNITS)
+    ledger = run_ledger(settings, Console(file=said, width=120))
+    told = said.getvalue()
+    killed = [what.split(":")[0] for _, what in ledger.moments]
+    assert killed == [
+        "the guest is killed, for good",
+        "left is killed",
+        "a loader process of right is killed",
+        "the server is killed",
+    ]
+    assert ledger.starts == {"server": 2, "left": 2, "right": 2, "guest": 1, "export": 1}
+    assert (sum(ledger.done.values()), ledger.missing, ledger.lost, ledger.spent) == (QUICK_UNITS, [], 0, 0)
+    assert ledger.returned["guest"] > 0
+    assert ledger.samples == QUICK_UNITS * UNIT_SAMPLES
+    assert sum(ledger.repeated.values()) <= ledger.counted_again
+    assert ledger.verdict.startswith(f"Every one of {QUICK_UNITS} units is in the model")
+    assert ledger.verdict in " ".join(told.split())
+    assert ledger.loss < ledger.loss_before
+
+
+def test_a_ledger_that_lacks_a_unit_says_so() -> None:
+    whole = Ledger(2, {"left": 2}, {}, {}, 0, 0, 0, {}, [])
+    assert whole.verdict == "Every one of 2 units is in the model; none twice."
+    assert "1 of 2 units are said to be done" in replace(whole, done={"left": 1}).verdict
+    assert "this must not happen" in replace(whole, missing=[1]).verdict
+    assert "1 lost" in replace(whole, lost=1).verdict
 
 
 def check_networks(ended: dict[str, Any], said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import os
 import time
 from pathlib import Path
@@ -27,9 +28,9 @@ from outerstep.data import (
     LeasedStream,
     MixedLoader,
 )
-from outerstep.data.order import part_of
+from outerstep.data.order import part_of, samples_of
 from outerstep.errors import ConfigError, PlanMismatch, WorkerError
-from outerstep.events import Event, UnitsDone
+from outerstep.events import Event, UnitsDone, UnitsRepeated
 from outerstep.server import DiLoCoServer
 from outerstep.types import Assignment, Wishes
 from outerstep.worker import DiLoCoWorker
@@ -202,6 +203,40 @@ def test_a_worker_killed_by_sigkill_resumes_at_the_exact_sample(
         table = server.service.coordinator.leases.tables["train"]
         units = SAMPLES // 4 if kind == "samples" else len(SHARDS)
         assert (table.done.total, table.repeated, table.spent.total) == (units, 0, 0)
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_part_of_a_unit_that_is_trained_once_more_after_sigkill_is_counted(tmp_path: Path, resumes: bool) -> None:
+    """Killed between a contribution and the state that would know of it: that ends in the middle of a unit, for six
+    samples are in a round and four in a unit. It resumes from before, or another trains the unit from its start."""
+    log = tmp_path / "events.jsonl"
+    settings = {**PLAIN, "insecure": True, "host": "127.0.0.1", "event_log": str(log), "heartbeat_timeout": 6.0}
+    server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, **settings)
+    server.start()
+    script = str(Path(__file__).parent / "leased_job.py")
+    try:
+        for life, die_at in enumerate((3, 0)):
+            environ = {
+                "OUTERSTEP_WORKER_ID": "w" if life == 0 or resumes else "other", "OMP_NUM_THREADS": "1",
+                "DILOCO_SERVER": f"http://{server.address}", "OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys"),
+                "SAVE_EVERY": "2",
+            }  # fmt: skip
+            while life and not resumes and "w" in server.service.coordinator.members.live_ids:
+                time.sleep(0.05)
+            with (tmp_path / f"log-{life}").open("wb") as out:
+                code = run_job([script, str(tmp_path), str(SAMPLES), "2", str(die_at), "0", "samples"], out, environ)
+            assert code == (-9 if die_at else 0), (tmp_path / f"log-{life}").read_text()[-3000:]
+        twice = (server.get_global_params()["cells"] - 1.0).nonzero().flatten().tolist()
+        place = 1
+        dataset = server.service.coordinator.leases.tables["train"].dataset
+        assert sorted(twice) == sorted(samples_of(dataset, place)[:2]), "the first half of the second unit"
+        table = server.service.coordinator.leases.tables["train"]
+        assert (table.done.total, table.repeated, table.spent.total) == (SAMPLES // 4, 1, 0)
+        told = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [one["places"] for one in told if one["event"] == UnitsRepeated.kind] == [[[place, place + 1]]]
     finally:
         server.stop()
 
@@ -515,16 +550,26 @@ def test_three_workers_of_speeds_1_2_4_share_an_epoch_by_their_speeds(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "loaders"), [("ddp", 0), ("ddp", 2), ("fsdp2", 0)])
+@pytest.mark.parametrize(
+    ("kind", "loaders", "parts"),
+    [
+        ("ddp", 0, [[0], [1]]),
+        ("ddp", 2, [[0], [1]]),
+        ("fsdp2", 0, [[0], [1]]),
+        ("tp", 0, [[0, 1]]),
+        ("dp_tp", 2, [[0, 1], [2, 3]]),
+    ],
+)
 def test_the_ranks_of_a_group_share_each_unit_and_resume_at_the_exact_sample(
-    tmp_path: Path, kind: str, loaders: int
+    tmp_path: Path, kind: str, loaders: int, parts: list[list[int]]
 ) -> None:
+    """`parts`: the ranks that train the same samples, of each part of the units."""
     server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN)
     server.start()
     script = str(Path(__file__).parent / "leased_group_job.py")
     try:
         for life, die_at in enumerate((4, 3, 0)):
-            logs = [tmp_path / f"log-{life}-{rank}" for rank in range(2)]
+            logs = [tmp_path / f"log-{life}-{rank}" for rank in range(sum(map(len, parts)))]
             address = f"http://{server.address}"
             job = [script, kind, address, str(tmp_path), str(SAMPLES), "3", str(die_at), str(loaders)]
             group = Ranks(job, logs, settings={"OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys")})
@@ -532,13 +577,40 @@ def test_the_ranks_of_a_group_share_each_unit_and_resume_at_the_exact_sample(
                 codes = [process.wait(120) for process in group.processes]
             finally:
                 group.close()
-            assert codes == [9 if die_at else 0] * 2, "\n".join(log.read_text()[-3000:] for log in logs)
-        drawn = [[int(word) for word in (tmp_path / f"rank-{rank}.log").read_text().split()] for rank in range(2)]
-        assert len(drawn[0]) == len(drawn[1]) == SAMPLES // 2
-        assert sorted(drawn[0] + drawn[1]) == list(range(SAMPLES))
+            assert codes == [9 if die_at else 0] * len(logs), "\n".join(log.read_text()[-3000:] for log in logs)
+        drawn: list[list[int]] = []
+        for same in parts:
+            texts = {(tmp_path / f"rank-{rank}.log").read_text() for rank in same}
+            assert len(texts) == 1
+            drawn.append([int(word) for word in texts.pop().split()])
+        assert {len(samples) for samples in drawn} == {SAMPLES // len(parts)}
+        assert sorted(sample for part in drawn for sample in part) == list(range(SAMPLES))
+        counted = server.service.coordinator.fragments[0].done.samples
+        assert counted == SAMPLES, "samples that several ranks train count once"
         assert torch.equal(server.get_global_params()["cells"], torch.ones(SAMPLES))
         table = server.service.coordinator.leases.tables["train"]
         assert (table.done.total, table.repeated, table.spent.total) == (SAMPLES // 4, 0, 0)
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_a_job_whose_ranks_train_the_same_samples_must_say_so(tmp_path: Path) -> None:
+    script, server = (
+        str(Path(__file__).parent / "leased_group_job.py"),
+        DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN),
+    )
+    server.start()
+    logs = [tmp_path / f"log-{rank}" for rank in range(2)]
+    try:
+        job = [script, "tp_unsaid", f"http://{server.address}", str(tmp_path), str(SAMPLES), "3", "0", "0"]
+        group = Ranks(job, logs, settings={"OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys")})
+        try:
+            assert all(process.wait(120) for process in group.processes)
+        finally:
+            group.close()
+        for log in logs:
+            assert "needs data_part=(i, n): this process trains part i of n" in log.read_text()
     finally:
         server.stop()
 
@@ -573,8 +645,18 @@ def test_the_command_shows_how_far_the_data_is_and_lists_every_sample(
         assert max(int(row["version"]) for row in rows) == run.server.sync_round
         with pytest.raises(ConfigError, match="belong together"):
             CliRunner().invoke(app, ["data", "--export", str(table)], catch_exceptions=False)
+        once_more, rows = log.read_text(), table.read_text()
         log.write_text('{"event": "data", "dataset": 3}\n')
         with pytest.raises(ConfigError, match="line 1 of"):
             CliRunner().invoke(app, asked, catch_exceptions=False)
     finally:
         run.server.stop()
+    log.write_text(once_more)
+    monkeypatch.delenv("DILOCO_SERVER")
+    table.unlink()
+    assert CliRunner().invoke(app, asked).output == f"{SAMPLES} samples in {table}\n", "the run is over"
+    assert table.read_text() == rows
+    log.write_text("".join(line for line in once_more.splitlines(keepends=True) if '"data_leased"' not in line))
+    monkeypatch.setenv("DILOCO_SERVER", f"http://{run.server.address}")
+    with pytest.raises(ConfigError, match="give the whole log of a server"):
+        CliRunner().invoke(app, asked, catch_exceptions=False)

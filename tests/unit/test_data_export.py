@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from outerstep.cli.data import write_export
+import pytest
+
+from outerstep.cli.data import say_all, write_export
+from outerstep.errors import ConfigError
 from outerstep.observe.status import DataStatus
 
 FACTS: dict[str, Any] = {
@@ -41,3 +44,35 @@ def test_logs_of_two_peers_say_the_same_once_and_fill_each_others_gaps(tmp_path:
 def test_what_was_trained_twice_is_listed_twice(tmp_path: Path) -> None:
     a = log_of(tmp_path / "a", done("a", 1, (0, 1)), done("b", 2, (0, 1)))
     assert export(tmp_path, a) == ((4, 0), [(0, "a"), (0, "b"), (1, "a"), (1, "b")])
+
+
+LEASED = {
+    "event": "data_leased",
+    "worker": "a",
+    "samples": 6,
+    "unit_samples": 3,
+    "epochs": 1,
+    "seed": 0,
+    "shuffle": False,
+}
+
+
+def test_a_servers_log_says_by_itself_what_the_dataset_is(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log", LEASED, done("a", 1, (0, 1)))
+    assert say_all([log])
+    assert write_export(tmp_path / "out.csv", [log], []) == (3, 0)
+    assert not say_all([log_of(tmp_path / "peer", done("a", 1, (0, 1)))])
+    assert not say_all([log_of(tmp_path / "empty")])
+
+
+def test_a_dataset_that_was_forgotten_and_said_anew_is_the_newest_from_there_on(tmp_path: Path) -> None:
+    log = log_of(tmp_path / "log", LEASED, done("a", 1, (0, 1)), {**LEASED, "unit_samples": 1}, done("b", 2, (0, 1)))
+    assert export(tmp_path, log)[1] == [(0, "a"), (0, "b"), (1, "a"), (2, "a")]
+
+
+@pytest.mark.parametrize("line", ["[1]", "no json", '{"event": "data_leased", "dataset": "train", "samples": "x"}'])
+def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: str) -> None:
+    log = tmp_path / "log"
+    log.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"line 1 of .*log is no event"):
+        write_export(tmp_path / "out.csv", [log], [])

@@ -11,15 +11,15 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
-from msgspec import to_builtins
+from msgspec import MsgspecError, convert, to_builtins
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import ConfigError
-from ..events import UnitsDone, UnitsUnseen
+from ..errors import ConfigError, TransportError
+from ..events import DataLeased, UnitsDone, UnitsUnseen
 from ..observe.quantities import counted, duration
-from ..observe.status import DataStatus, ServerStatus, read_status
+from ..observe.status import DataStatus, PeerStatus, ServerStatus, read_status
 from ..printable import printable
 from ..ranges import NONE, Ranges
 from ..types import Dataset
@@ -37,7 +37,8 @@ def data(
         typer.Option(
             "--export",
             metavar="FILE",
-            help="Write which sample came into the model by whom and in which version, as CSV. Needs --events.",
+            help="Write which sample came into the model by whom and in which version, as CSV. Needs --events, and no "
+            "server if those are a server's.",
         ),
     ] = None,
     events: Annotated[
@@ -53,22 +54,39 @@ def data(
     """Show the data that a run leases to its workers: what is done, leased, given back and lost."""
     if (export is None) != (not events):
         raise ConfigError("--export and --events belong together: --events is the file that --event-log wrote")
-    transport = HttpTransport(server_address(server), timeout_s=10.0, credentials=credentials_folder(credentials))
-    status = read_status(transport.status())
-    found = status.data
-    if as_json:
-        typer.echo(json.dumps(to_builtins(found), indent=2))
-    elif export is not None and events:
-        rows, nameless = write_export(Path(export), [Path(log) for log in events], found)
+    if export is not None and events:
+        logs = [Path(log) for log in events]
+        known = [] if say_all(logs) else _ask_of_datasets(server, credentials)
+        rows, nameless = write_export(Path(export), logs, known)
         typer.echo(f"{rows} samples in {export}")
         if nameless:
             typer.echo(
                 f"of {nameless} of them these logs do not say by whom: the peers that wrote them were not there; "
                 "give the logs of others, too (--events LOG --events LOG)"
             )
+        return
+    status = _ask(server, credentials)
+    found = status.data
+    if as_json:
+        typer.echo(json.dumps(to_builtins(found), indent=2))
     else:
         clusters = status.clusters if isinstance(status, ServerStatus) else {}
         Console().print(render(found, {name: one.size for name, one in clusters.items() if one.members}))
+
+
+def _ask_of_datasets(server: str | None, credentials: str | None) -> Sequence[DataStatus]:
+    try:
+        return _ask(server, credentials).data
+    except TransportError as error:
+        raise ConfigError(
+            f"these logs do not say what the dataset is, and nobody else did ({error}); give the whole log of a server "
+            "of this release, or do it while it, or a peer, is there (--server)"
+        ) from error
+
+
+def _ask(server: str | None, credentials: str | None) -> ServerStatus | PeerStatus:
+    transport = HttpTransport(server_address(server), timeout_s=10.0, credentials=credentials_folder(credentials))
+    return read_status(transport.status())
 
 
 def render(found: Sequence[DataStatus], clusters: Mapping[str, int] = MappingProxyType({})) -> RenderableType:
@@ -100,8 +118,20 @@ def render(found: Sequence[DataStatus], clusters: Mapping[str, int] = MappingPro
     return Group(*parts)
 
 
+def say_all(logs: Sequence[Path]) -> bool:
+    """Do these logs say what each dataset is of which they say more? A server's does, from its start on."""
+    known: set[str] = set()
+    for _, event in chain.from_iterable(_lines(log) for log in logs):
+        if event.get("event") == DataLeased.kind:
+            known.add(str(event.get("dataset")))
+        elif event.get("event") in (UnitsDone.kind, UnitsUnseen.kind) and str(event.get("dataset")) not in known:
+            return False
+    return bool(known)
+
+
 def write_export(target: Path, logs: Sequence[Path], found: Sequence[DataStatus]) -> tuple[int, int]:
-    """How many rows; and how many of them without a worker."""
+    """How many rows; and how many of them without a worker. `found`: datasets of which the logs do not say what they
+    are."""
     specs = {
         one.name: Dataset(
             name=one.name,
@@ -127,6 +157,7 @@ def _rows(logs: Sequence[Path], specs: dict[str, Dataset]) -> Iterator[tuple[Any
     """Each sample once by the same worker in the same version, however many logs say so."""
     from ..data.order import epoch_of, samples_of  # numpy: only where it is needed
 
+    specs = dict(specs)
     told: dict[tuple[str, str, int], Ranges] = {}
     named: dict[str, Ranges] = {}
     unseen: dict[str, Ranges] = {}
@@ -146,8 +177,8 @@ def _rows(logs: Sequence[Path], specs: dict[str, Dataset]) -> Iterator[tuple[Any
                 yield name, epoch_of(specs[name], place), sample, "", ""
 
 
-def _events(log: Path, specs: Mapping[str, Dataset]) -> Iterator[tuple[str, str, int, Ranges]]:
-    """Dataset, worker, version, places. Without a worker: this log does not know."""
+def _lines(log: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbered events."""
     try:
         lines = log.read_text().splitlines()
     except OSError as error:
@@ -155,13 +186,32 @@ def _events(log: Path, specs: Mapping[str, Dataset]) -> Iterator[tuple[str, str,
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
+        except ValueError as error:
+            raise _no_event(log, number, error) from error
+        if not isinstance(event, dict):
+            raise _no_event(log, number, f"it holds {type(event).__name__}")
+        yield number, event
+
+
+def _no_event(log: Path, number: int, why: object) -> ConfigError:
+    return ConfigError(f"line {number} of {log} is no event: {why}")
+
+
+def _events(log: Path, specs: dict[str, Dataset]) -> Iterator[tuple[str, str, int, Ranges]]:
+    """Dataset, worker, version, places. Without a worker: this log does not know. (What it says a dataset is goes into
+    `specs`: an operator may have let the run forget it, and the next one of this name is another.)"""
+    for number, event in _lines(log):
+        try:
+            if event.get("event") == DataLeased.kind:
+                facts = {name: event[name] for name in ("samples", "unit_samples", "epochs", "seed", "shuffle")}
+                specs[str(event["dataset"])] = convert({"name": event["dataset"], **facts}, Dataset)
             if event.get("event") not in (UnitsDone.kind, UnitsUnseen.kind):
                 continue
             name, places = str(event["dataset"]), Ranges(event["places"])
             is_named = event["event"] == UnitsDone.kind
             worker, version = (str(event["worker"]), int(event["version"])) if is_named else ("", 0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"line {number} of {log} is no event: {error}") from error
+        except (MsgspecError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _no_event(log, number, error) from error
         if name not in specs:
             raise ConfigError(f"line {number} of {log} is about {name!r}, which this run does not lease")
         yield name, worker, version, places

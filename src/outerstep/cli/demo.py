@@ -21,8 +21,9 @@ class DemoTopology(StrEnum):
 
 
 class DemoWord(StrEnum):
-    """A demo of clusters."""
+    """A demo of leased data, or of clusters."""
 
+    DATA = "data"
     HIERARCHY = "hierarchy"
     LEAVE = "leave"
     RETURN = "return"
@@ -40,7 +41,8 @@ def demo(
     word: Annotated[
         DemoWord | None,
         typer.Argument(
-            help="A demo of clusters instead: [bold]hierarchy[/bold], two clusters of two; [bold]leave[/bold], a group "
+            help="Another demo: [bold]data[/bold], leased data, while workers, a loader process and the server are "
+            "killed. Of clusters: [bold]hierarchy[/bold], two clusters of two; [bold]leave[/bold], a group "
             "dies inside one; [bold]return[/bold], and comes back; [bold]join[/bold], a new cluster comes, and one of "
             "another vendor; [bold]bandwidth[/bold], the link gets ten times slower and back.",
             show_default=False,
@@ -61,9 +63,9 @@ def demo(
         typer.Option(help="How the workers agree: through a server, or without one, as ranks or as peers."),
     ] = DemoTopology.SERVER,
     folder: Annotated[
-        Path, typer.Option(help="Where logs, model, plot and results go; those of a demo of clusters in a subfolder.")
+        Path, typer.Option(help="Where logs, model, plot and results go; those of a demo with a word in a subfolder.")
     ] = Path("outerstep-demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="A demo of clusters with a few rounds only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A demo with a word, shorter.")] = False,
     namespaces: Annotated[
         bool | None,
         typer.Option(
@@ -79,9 +81,14 @@ def demo(
     on two cores, and ends with a table, a plot and a model that loads.
 
     With a word it is a demo of clusters: servers and groups as real processes, with a slow link between them. It ends
-    with what changed and why, and a plot.
+    with what changed and why, and a plot. With [bold]data[/bold] it ends with a ledger of every unit of the data.
     """
     _check_belongs(context, word)
+    if word is DemoWord.DATA:
+        if namespaces is not None:
+            raise ConfigError("--namespaces belongs to the demos of clusters; leave it out here")
+        _ledger(seed, folder / word.value, quick)
+        return
     if word is not None:
         _clusters(word, seed, folder / word.value, quick, namespaces)
         return
@@ -89,6 +96,12 @@ def demo(
 
     count = workers or (PEERS if topology is DemoTopology.GOSSIP else WORKERS)
     run_demo(DemoSettings(folder, count, steps, sync_every, seed, topology.value), Console())
+
+
+def _ledger(seed: int, folder: Path, quick: bool) -> None:
+    from ..demo.ledger import QUICK_UNITS, UNITS, LedgerSettings, run_ledger
+
+    run_ledger(LedgerSettings(folder, seed, QUICK_UNITS if quick else UNITS), Console())
 
 
 def _clusters(word: DemoWord, seed: int, folder: Path, quick: bool, namespaces: bool | None) -> None:

@@ -17,6 +17,10 @@ What went back and is leased again may have been trained before, in some fragmen
 it: such a place is *repeated*, and counted. A worker can bring only what it was leased, so a liar misreports its own
 units alone.
 
+A contribution may end in the middle of a unit. Of which units a decided round holds a part is remembered by worker and
+fragment (`begun`). A unit that is gone on with without that is not whole, and given up. A part that nobody goes on with
+is one of the `halves`: who trains the unit next trains that part once more, which is counted.
+
 New places come from below a mark that is on the disk (`reserved`): so a lease needs no record of its own. After a
 restart, what was leased since the record is *unclaimed*: for a while its workers may say that they hold it, then it is
 free. A lease of places that were free before does need a record (`to_note`).
@@ -30,9 +34,9 @@ from typing import Any
 from msgspec import UNSET, convert, to_builtins
 
 from ..errors import BadRequest, PlanMismatch, Superseded
-from ..events import Event, UnitsDone, UnitsReturned
+from ..events import Event, UnitsDone, UnitsRepeated, UnitsReturned
 from ..ranges import NONE, Range, Ranges
-from ..types import MOST_DATASETS, MOST_RANGES, Dataset, Lease, LeaseAnswer, Offer, Places
+from ..types import MOST_DATASETS, MOST_RANGES, Dataset, Lease, LeaseAnswer, Offer, Places, Trained
 from .shares import Crowd, FairShares
 
 MOST_DATASETS_OF_ONE = 8  # of those that a run leases, that one worker was the first to ask for
@@ -63,9 +67,16 @@ class LeaseTable:
         self.pending: dict[tuple[int, int], dict[str, Ranges]] = {}  # in open rounds, by fragment and version
         self.dropped: dict[str, Ranges] = {}  # given up by their worker, and in open rounds in part
         self.finished: dict[str, Ranges] = {}  # the last that each has brought
+        self._earlier: dict[str, Ranges] = {}  # likewise, before its present start
         self.overtaken: dict[str, Ranges] = {}  # were its, and are done by another; it may still bring them
         self._counted: dict[str, Ranges] = {}  # are done by another, and were counted; its other fragments may follow
         self._forgotten = NONE  # after a restart: somebody may have been leased these, and nobody knows
+        self._pending_parts: dict[tuple[int, int], dict[str, Ranges]] = {}  # as `pending`, of these only a part
+        self.begun: dict[str, dict[int, Ranges]] = {}  # likewise in agreements, by worker and fragment; it will go on
+        self._resumes: dict[str, dict[int, Ranges]] = {}  # likewise, and counted as repeated, or among `halves`
+        self._pending_halves: dict[tuple[int, int], dict[str, Ranges]] = {}
+        self.halves: dict[int, Ranges] = {}  # by fragment: a part is in agreements; who trains them next begins anew
+        self._continued: dict[tuple[int, int], dict[str, Ranges]] = {}  # pending, and an earlier round has a part
         self._foreign: dict[tuple[int, int], Ranges] = {}  # brought to open rounds by workers that do not hold them
         self.repeated = 0  # places that some fragment's agreements hold and that were trained once more
         self.done_by: dict[str, int] = {}
@@ -93,7 +104,9 @@ class LeaseTable:
         holds = Ranges(message.holds)
         self._put(self.dropped, worker_id, self.dropped.get(worker_id, NONE) | Ranges(message.dropped))
         self._settle_dropped(worker_id)
-        self._reconcile(worker_id, holds)
+        if message.goes_back:
+            self._go_back(worker_id)
+        self._reconcile(worker_id, holds, goes_back=message.goes_back)
         self.shares.told(worker_id, message.untrained, message.pace, now)
         # (Of what is under way it has nothing left to draw, unless it is a later start that does not know of it.)
         void = (holds - self.held.get(worker_id, NONE)) | (holds & self._under_way(worker_id))
@@ -131,15 +144,16 @@ class LeaseTable:
         """How many could be leased, or may be after a while."""
         return self.free.total + self.unclaimed.total + self._untouched
 
-    def _reconcile(self, worker_id: str, holds: Ranges) -> None:
+    def _reconcile(self, worker_id: str, holds: Ranges, *, goes_back: bool = False) -> None:
         """What it was leased and does not hold goes back: the answer was lost, or it has lost its memory. What it holds
-        and was taken from it is its own again, if nobody has it. (What it claims beyond the mark was never leased: the
-        answer to a lease beyond it waits for the record of a new mark.)"""
+        and was taken from it is its own again, if nobody has it; not if it `goes_back`, for then nobody knows of which
+        start it is. (What it claims beyond the mark was never leased: the answer to a lease beyond it waits for the
+        record of a new mark.)"""
         held = self.held.get(worker_id, NONE)
         self._take_back(worker_id, held - holds - self._under_way(worker_id), may_bring=False)
         claimed = holds - held
-        ours = claimed & (self.free | self.unclaimed)
-        if not self.dataset.again:
+        ours = claimed & (self.unclaimed if goes_back else self.free | self.unclaimed)
+        if not self.dataset.again and not goes_back:
             ours |= claimed & self.lost & self.lapsed.get(worker_id, NONE)
         self._hand_over(worker_id, ours)
 
@@ -159,6 +173,7 @@ class LeaseTable:
             pieces += self._take_new(count)
         granted = Ranges(pieces)
         self._hand_over(worker_id, granted)
+        self._cut_loose(worker_id, granted)  # it begins them anew
         return granted
 
     def _take_new(self, count: int) -> list[Range]:
@@ -246,14 +261,13 @@ class LeaseTable:
         brought = said & (self.held.get(worker_id, NONE) | self.lapsed.get(worker_id, NONE))
         overtaken = self.overtaken.get(worker_id, NONE)
         foreign = (said - brought) & (overtaken | self._forgotten)
-        if foreign and fragment == 0:  # leased to another since, or by a server that forgot it: in the model twice
+        if fragment == 0:
             self._put(self.overtaken, worker_id, overtaken - foreign)
-            self._forgotten -= foreign  # once: who says so again and again shall not be believed
-            self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | foreign
-        finished = self.finished.get(worker_id, NONE)
-        again = finished & said
+            self._note_foreign(fragment, version, foreign)
+        again = self._brought_before(worker_id) & said
         if again and fragment == 0:
-            self._put(self.finished, worker_id, finished - again)
+            for owners in (self.finished, self._earlier):
+                self._put(owners, worker_id, owners.get(worker_id, NONE) - again)
             self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | again
         self._note_brought(worker_id, (brought - self._under_way(worker_id)).total, now)
         if brought:
@@ -261,8 +275,35 @@ class LeaseTable:
             open_round[worker_id] = open_round.get(worker_id, NONE) | brought
             self._hands.pop(worker_id, None)
 
-    def accept_parts(self, worker_id: str, fragment: int, version: int, places: Places) -> None:
-        """This worker's contribution may hold a part of these. (Who gives nothing up need not know.)"""
+    def _brought_before(self, worker_id: str) -> Ranges:
+        """By earlier starts of it."""
+        return self._earlier.get(worker_id, NONE)
+
+    def _note_foreign(self, fragment: int, version: int, places: Ranges) -> None:
+        """Leased to another since, or by a server that forgot it: in the model twice."""
+        self._forgotten -= places  # once: who says so again and again shall not be believed
+        if places:
+            self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | places
+
+    def accept_parts(self, worker_id: str, fragment: int, version: int, trained: Trained) -> None:
+        """This worker's contribution holds parts of units, and not their end. (If the round that makes this version
+        does not close, they are brought again.) What it was never leased is passed over: a part that nobody goes on
+        with is trained once more, and nobody says so of the units of others."""
+        said, torn, continued = Ranges(trained.begun), Ranges(trained.torn), Ranges(trained.continued)
+        self._hand_over(worker_id, said & self.lapsed.get(worker_id, NONE) & (self.free | self.lost))
+        self._hand_over(worker_id, said & self.unclaimed)
+        had = self.held.get(worker_id, NONE) | self.lapsed.get(worker_id, NONE) | self._covered_by(worker_id)
+        had |= self.overtaken.get(worker_id, NONE)
+        if fragment == 0:
+            self._note_foreign(fragment, version, (said | torn) & self._forgotten - had - self.unclaimed)
+        for rounds, parts in (
+            (self._pending_parts, said & had),
+            (self._pending_halves, torn & (had | self.unclaimed)),
+            (self._continued, continued),
+        ):
+            if parts:
+                open_round = rounds.setdefault((fragment, version), {})
+                open_round[worker_id] = open_round.get(worker_id, NONE) | parts
 
     def _note_brought(self, worker_id: str, units: int, now: float) -> None:
         self.shares.brought(worker_id, units, now)
@@ -271,17 +312,118 @@ class LeaseTable:
         """The round that makes this version was decided, without those left out."""
         told: list[Event] = []
         self.repeated += self._foreign.pop((fragment, version), NONE).total
-        for worker_id, places in sorted(self.pending.pop((fragment, version), {}).items()):
+        open_rounds = (self.pending, self._pending_parts, self._pending_halves, self._continued)
+        ended, begun, halves, continued = (rounds.pop((fragment, version), {}) for rounds in open_rounds)
+        for worker_id in sorted({*ended, *begun, *halves}):
             self._hands.pop(worker_id, None)
+            places, parts = ended.get(worker_id, NONE), begun.get(worker_id, NONE)
             if worker_id in left_out:
                 self._give_up(worker_id, places)
                 continue
+            torn = (continued.get(worker_id, NONE) & (places | parts)) - self._known_parts(worker_id, fragment)
+            torn_ends, places, parts = places & torn, places - torn, self._note_begun(worker_id, fragment, parts - torn)
+            told += self._note_halves(worker_id, fragment, version, halves.get(worker_id, NONE) | torn)
+            told += self._note_again(worker_id, version, places | parts)
+            self._note_parts(worker_id, fragment, parts, places)
+            self._give_up(worker_id, torn_ends)
             places = self._not_overtaken(worker_id, places)
             finished = self._cover(worker_id, fragment, places, fragments) if places else NONE
             told += self._complete(worker_id, finished, version)
             self._settle_dropped(worker_id)
             self._settle_absent(worker_id)
         return told
+
+    def _known_parts(self, worker_id: str, fragment: int) -> Ranges:
+        """A unit that goes on in its next contribution has its first part here. If not, that was left out or lost."""
+        return Ranges(each for of in (self.begun, self._resumes) for each in of.get(worker_id, {}).get(fragment, NONE))
+
+    def _note_begun(self, worker_id: str, fragment: int, parts: Ranges) -> Ranges:
+        """Its contribution holds a part of these, and is in the model. Returns those that are to be gone on with."""
+        return self._not_overtaken(worker_id, parts) - self.done
+
+    def _note_again(self, worker_id: str, version: int, places: Ranges) -> list[Event]:
+        """Of these, some part was in the model already, by somebody who did not go on with it, or whom this one did not
+        wait for: that one may go on."""
+        again = Ranges(each for halves in self.halves.values() for each in halves & places)
+        self._forget_halves(again)
+        for other in [name for name in self.begun if name != worker_id]:
+            for fragment, theirs in self.begun[other].items():
+                if shared := theirs & places:
+                    again |= shared - self._covered_by(other)  # (if its end is somewhere: that is counted with it)
+                    self.begun[other] = self.begun[other] | {fragment: theirs - shared}
+                    resumes = self._resumes.setdefault(other, {})
+                    resumes[fragment] = resumes.get(fragment, NONE) | shared
+        if not again:
+            return []
+        self.repeated += again.total
+        return [UnitsRepeated(self.dataset.name, worker_id, version, tuple(again))]
+
+    def _note_halves(self, worker_id: str, fragment: int, version: int, places: Ranges) -> list[Event]:
+        """Its contribution holds a part of these, and nobody will go on with it. (The fragments of one such part are
+        not each other's repetition.)"""
+        places = self._note_begun(worker_id, fragment, places) if places else NONE
+        if not places:
+            return []
+        others = Ranges(each for other in self.begun if other != worker_id for each in self._begun_by(other))
+        told = self._note_again(worker_id, version, places & (self.halves.get(fragment, NONE) | others))
+        self.halves[fragment] = self.halves.get(fragment, NONE) | places
+        return told
+
+    def _forget_halves(self, places: Ranges) -> None:
+        left = {fragment: halves - places for fragment, halves in self.halves.items()}
+        self.halves = {fragment: halves for fragment, halves in left.items() if halves}
+
+    def _note_parts(self, worker_id: str, fragment: int, parts: Ranges, ended: Ranges) -> None:
+        mine = self.begun.setdefault(worker_id, {})
+        mine[fragment] = (mine.get(fragment, NONE) | parts) - ended
+        resumes = self._resumes.setdefault(worker_id, {})
+        resumes[fragment] = resumes.get(fragment, NONE) - parts - ended
+        self._end_begun(worker_id, NONE)
+
+    def _begun_by(self, worker_id: str) -> Ranges:
+        """In some fragment."""
+        return Ranges(each for places in self.begun.get(worker_id, {}).values() for each in places)
+
+    def _end_begun(self, worker_id: str, places: Ranges) -> None:
+        """They are parts no more."""
+        for of in (self.begun, self._resumes):
+            if not any(theirs & places or not theirs for theirs in of.get(worker_id, {}).values()):
+                continue
+            left = {fragment: theirs - places for fragment, theirs in of.pop(worker_id, {}).items()}
+            if any(left.values()):
+                of[worker_id] = {fragment: theirs for fragment, theirs in left.items() if theirs}
+
+    def _cut_loose(self, worker_id: str, places: Ranges) -> None:
+        """If they are trained, then from their beginning."""
+        if not places:
+            return
+        begun = self.begun.get(worker_id, {})
+        for (fragment, version), parts in self._pending_parts.items():
+            loose = parts.get(worker_id, NONE) & places
+            if loose:
+                parts[worker_id] -= loose
+                halves = self._pending_halves.setdefault((fragment, version), {})
+                halves[worker_id] = halves.get(worker_id, NONE) | (loose - begun.get(fragment, NONE))
+        for fragment, theirs in begun.items():
+            if loose := theirs & places:
+                self.halves[fragment] = self.halves.get(fragment, NONE) | loose
+        self._end_begun(worker_id, places)
+
+    def _go_back(self, worker_id: str) -> None:
+        """It has resumed from a state that is older than what it brought last. Of the units whose parts came since it
+        trains those once more; one-way it must not, and they are lost."""
+        came = {fragment: self._known_parts(worker_id, fragment) for fragment in self.begun.get(worker_id, {})}
+        for (fragment, _), open_round in self._pending_parts.items():
+            came[fragment] = came.get(fragment, NONE) | open_round.get(worker_id, NONE)
+        parts = Ranges(each for places in came.values() for each in places)
+        self._cut_loose(worker_id, parts)
+        self._resumes[worker_id] = came
+        self._end_begun(worker_id, NONE)
+        if not self.dataset.again:
+            held = self.held.get(worker_id, NONE)
+            lost = parts & held - self._under_way(worker_id)
+            self._put(self.held, worker_id, held - lost)
+            self.lost |= lost
 
     def _complete(self, worker_id: str, finished: Ranges, version: int) -> list[Event]:
         """All fragments have these."""
@@ -317,6 +459,9 @@ class LeaseTable:
         self._put(self.finished, worker_id, Ranges([*list(before)[-MOST_RECENT:], *list(places)[-MOST_RECENT:]]))
         self.free, self.unclaimed = self.free - places, self.unclaimed - places
         self.lost, self.spent = self.lost - places, self.spent - places
+        self._forget_halves(places)
+        for owner in {*self.begun, *self._resumes}:
+            self._end_begun(owner, places)
         for owners in (self.held, self.lapsed):
             for owner in [name for name, theirs in owners.items() if theirs & places]:
                 if owner != worker_id:  # what it has in some agreement is counted below
@@ -337,7 +482,10 @@ class LeaseTable:
             return
         if self.dataset.dropped == "again" and self.dataset.again:
             self._take_back(worker_id, places)
+            self._cut_loose(worker_id, places)
         else:
+            self._end_begun(worker_id, places)
+            self._forget_halves(places)
             self.spent |= places
             self.done |= places
             self._put(self.held, worker_id, self.held.get(worker_id, NONE) - places)
@@ -358,8 +506,13 @@ class LeaseTable:
         self._put(self.held, worker_id, self.held.get(worker_id, NONE) - places)
         if may_bring:
             self._put(self.lapsed, worker_id, self.lapsed.get(worker_id, NONE) | places)
+        else:
+            self._cut_loose(worker_id, places)
         if self.dataset.again:
-            self.repeated += (self._covered_by(worker_id) & places).total
+            counted = self._covered_by(worker_id) & places
+            self.repeated += counted.total
+            self._end_begun(worker_id, counted)
+            self._forget_halves(counted)
             self._uncover(worker_id, places)
             self.free |= places
         else:  # nobody else will ever train them, so that what it brings of them still counts
@@ -383,6 +536,7 @@ class LeaseTable:
     def started_again(self, worker_id: str) -> None:
         """It counts its requests from the start."""
         self._answered.pop(worker_id, None)
+        self._earlier[worker_id] = self.finished.get(worker_id, NONE)
 
     def _settle_absent(self, worker_id: str) -> None:
         """Of one that is gone, what no open round holds any more goes back."""
@@ -447,11 +601,18 @@ class LeaseTable:
             "lapsed": {name: _plain(places) for name, places in self.lapsed.items()},
             "dropped": {name: _plain(places) for name, places in self.dropped.items()},
             "overtaken": {name: _plain(places) for name, places in self.overtaken.items()},
-            "covered": {
-                name: {str(fragment): _plain(places) for fragment, places in covered.items()}
-                for name, covered in self.covered.items()
-            },
+            "covered": _by_fragment(self.covered),
+            **self._remembered_parts(),
         }
+
+    def _remembered_parts(self) -> dict[str, Any]:
+        """If there are any: only a server is told of them."""
+        found = {
+            "begun": _by_fragment(self.begun),
+            "resumes": _by_fragment(self._resumes),
+            "halves": {str(fragment): _plain(places) for fragment, places in self.halves.items()},
+        }
+        return {name: facts for name, facts in found.items() if facts}
 
     @classmethod
     def resumed(cls, facts: Mapping[str, Any], claimable_until: float, *, forgetful: bool = False) -> LeaseTable:
@@ -465,10 +626,10 @@ class LeaseTable:
         made.lapsed = {name: Ranges(places) for name, places in facts["lapsed"].items()}
         made.dropped = {name: Ranges(places) for name, places in facts["dropped"].items()}
         made.overtaken = {name: Ranges(places) for name, places in facts.get("overtaken", {}).items()}
-        made.covered = {
-            name: {int(fragment): Ranges(places) for fragment, places in covered.items()}
-            for name, covered in facts["covered"].items()
-        }
+        made.covered = _from_fragments(facts["covered"])
+        made.begun = _from_fragments(facts.get("begun", {}))
+        made._resumes = _from_fragments(facts.get("resumes", {}))
+        made.halves = {int(fragment): Ranges(places) for fragment, places in facts.get("halves", {}).items()}
         reserved = min(int(facts["reserved"]) + (RESERVE if forgetful else 0), made.end)
         made.unclaimed |= Ranges([(made.next, reserved)])
         made.next = made.reserved = reserved
@@ -480,6 +641,15 @@ class LeaseTable:
 def _plain(places: Ranges) -> list[list[int]]:
     """As JSON has it."""
     return [[begin, end] for begin, end in places]
+
+
+def _by_fragment(sets: Mapping[str, Mapping[int, Ranges]]) -> dict[str, dict[str, list[list[int]]]]:
+    """Of each worker, as JSON has it."""
+    return {name: {str(fragment): _plain(places) for fragment, places in of.items()} for name, of in sets.items()}
+
+
+def _from_fragments(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[int, Ranges]]:
+    return {name: {int(fragment): Ranges(places) for fragment, places in of.items()} for name, of in facts.items()}
 
 
 _SETS = ("free", "unclaimed", "done", "lost", "spent")
@@ -560,8 +730,8 @@ class Leases:
             table = self.tables.get(trained.dataset)
             if table is not None:
                 table.accept(offer.worker_id, offer.fragment, version, trained.places, now)
-                if trained.begun:
-                    table.accept_parts(offer.worker_id, offer.fragment, version, trained.begun)
+                if trained.begun or trained.continued or trained.torn:
+                    table.accept_parts(offer.worker_id, offer.fragment, version, trained)
 
     def closed(self, fragment: int, version: int, left_out: Iterable[str], fragments: int) -> list[Event]:
         without = set(left_out)

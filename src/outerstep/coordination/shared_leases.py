@@ -108,6 +108,10 @@ class SharedTable(LeaseTable):
         if not self._crumbles(worker_id, Ranges(places)):
             super().accept(worker_id, fragment, version, places, now)
 
+    def _brought_before(self, worker_id: str) -> Ranges:
+        """By any start of it: one that was killed when it had offered something may be back before all have decided."""
+        return self.finished.get(worker_id, NONE)
+
     def _crumbles(self, worker_id: str, places: Ranges) -> bool:
         """Would what is left of its places be in crumbs without these? The table would grow with each, in the hands of
         all members, and none of them could be joined or resumed. An honest member trains them in their order."""

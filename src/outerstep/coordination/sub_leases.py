@@ -23,7 +23,7 @@ from typing import Any
 from ..errors import BadRequest, Busy, PlanMismatch, Refused
 from ..events import Event
 from ..ranges import NONE, Range, Ranges
-from ..types import Dataset, Lease, LeaseAnswer, Places
+from ..types import Dataset, Lease, LeaseAnswer
 from .leases import ASK_AGAIN_S, Leases, LeaseTable
 from .worker.units import LEAD_S, LEAST_AHEAD
 
@@ -45,7 +45,6 @@ class SubLeaseTable(LeaseTable):
         self._unmet: dict[str, int] = {}  # who was granted less than it wanted, and how much less
         self._said_since: set[str] = set()  # a restart: who has asked
         self._waits_since: dict[str, float] = {}
-        self._begun: dict[tuple[int, int], Ranges] = {}  # likewise, in open rounds
         self._closing: tuple[int, int] | None = None
 
     # --- from above -------------------------------------------------------------------------------------------------
@@ -64,7 +63,7 @@ class SubLeaseTable(LeaseTable):
     def _hand_over(self, worker_id: str, places: Ranges) -> None:
         """(What was done here and given up is nobody's any more: whoever is leased it trains it for the first time.)"""
         super()._hand_over(worker_id, places)
-        for owners in (self.finished, self.overtaken, self._counted):
+        for owners in (self.finished, self._earlier, self.overtaken, self._counted):
             if owners.get(worker_id, NONE) & places:
                 self._put(owners, worker_id, owners[worker_id] - places)
 
@@ -113,6 +112,7 @@ class SubLeaseTable(LeaseTable):
             places = (self._covered_by(worker_id) | self.held.get(worker_id, NONE)) & torn
             self._give_up(worker_id, places)
             self._uncover(worker_id, places)
+            self._end_begun(worker_id, places)  # if it goes on with them, their first part is not there any more
         for made, places in list(self.to_tell.items()):
             whole, again = places - torn, places & torn
             self.to_tell[made], self.granted = whole, self.granted | again
@@ -195,14 +195,6 @@ class SubLeaseTable(LeaseTable):
         """Only when nothing more can come from above."""
         return self.over_at >= 0.0 and super()._cut_back(worker_id, crowd)
 
-    def accept_parts(self, worker_id: str, fragment: int, version: int, places: Places) -> None:
-        """Of what this worker was leased; a unit that is torn is given up, and nobody tears those of others. (If the
-        round that makes this version does not close, they are brought again.)"""
-        self._hand_over(worker_id, Ranges(places) & self.unclaimed)
-        theirs = self.held.get(worker_id, NONE) | self.lapsed.get(worker_id, NONE) | self._covered_by(worker_id)
-        begun = Ranges(places) & theirs
-        self._begun[fragment, version] = self._begun.get((fragment, version), NONE) | begun
-
     def parts_in(self, versions: Mapping[int, int]) -> Ranges:
         """Places of which some fragment had a part in versions up to these, and that were not done by then."""
         parts = Ranges(each for (f, v), places in self._parts.items() if v <= versions.get(f, 0) for each in places)
@@ -210,10 +202,14 @@ class SubLeaseTable(LeaseTable):
 
     def closed(self, fragment: int, version: int, left_out: Collection[str], fragments: int) -> list[Event]:
         self._closing = fragment, version
-        begun = self._begun.pop(self._closing, NONE)
-        if begun:
-            self._parts[self._closing] = self._parts.get(self._closing, NONE) | begun
         return super().closed(fragment, version, left_out, fragments)
+
+    def _note_begun(self, worker_id: str, fragment: int, parts: Ranges) -> Ranges:
+        assert self._closing is not None
+        parts = super()._note_begun(worker_id, fragment, parts)
+        if parts:
+            self._parts[self._closing] = self._parts.get(self._closing, NONE) | parts
+        return parts
 
     def _cover(self, worker_id: str, fragment: int, places: Ranges, fragments: int) -> Ranges:
         assert self._closing is not None

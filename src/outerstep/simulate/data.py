@@ -1,12 +1,13 @@
-"""Simulated workers that train leased data: each step is one unit, as long as there is one.
+"""Simulated workers that train leased data: each step is a batch of samples, as long as there are any.
 
 Both ends are those that ship: coordination/leases.py in the simulated server, coordination/worker/units.py here. What
-is in the model is known by the names of the steps (history.py), so "exactly once" can be read off for the data, too.
+is in the model is known by the names of the steps (history.py), so "exactly once" can be read off for each sample, too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -16,12 +17,12 @@ from msgspec import structs
 from ..coordination.leases import NO_END
 from ..coordination.worker.effects import Send
 from ..coordination.worker.exchange import MemberFields
-from ..coordination.worker.units import LeasedWork, LeaseRequest
+from ..coordination.worker.units import LeasedWork, LeaseRequest, unit_size
 from ..errors import OuterstepError
 from ..ranges import Ranges
 from ..types import MOST_RANGES, MOST_WANTED, Answer, Dataset, Lease, LeaseAnswer, Trained
 from .agenda import Agenda
-from .history import History
+from .history import History, Sample, StepName
 from .scenario import Scenario
 from .server import SimServer
 from .server_liar import SimLiar
@@ -31,16 +32,21 @@ ASK_AGAIN_S = 2.0
 
 
 class SimDataWorker(SimWorker):
+    """A step has `batch` samples. Where units have another size, contributions begin and end in the middle of some."""
+
     dataset: Dataset
+    batch = 1
     work_type: type[LeasedWork] = LeasedWork
 
     def _begin_data(self) -> None:
         self.units = self.work_type([self.dataset])
         self._request: LeaseRequest | None = None
         self._ask_at = 0.0
+        self._drawn: deque[Sample] = deque()
 
     def _resume(self, saved: SimSaved) -> None:
         self.units.load_state(deepcopy(saved.data))
+        self.units.resumed(goes_back=bool(self._overtaken(saved)))
         super()._resume(saved)
 
     def _save(self) -> None:
@@ -65,11 +71,17 @@ class SimDataWorker(SimWorker):
             self._request = None
 
     def _step(self) -> None:
-        drawn = self.units.draw(self.dataset.name)
-        if drawn is not None:
-            self.units.deliver(self.dataset.name, 1)
+        while len(self._drawn) < self.batch:
+            drawn = self.units.draw(self.dataset.name)
+            if drawn is None:
+                break
+            place, skipped = drawn
+            self._drawn.extend((place, i) for i in range(skipped, unit_size(self.dataset, place)))
+        samples = [self._drawn.popleft() for _ in range(min(self.batch, len(self._drawn)))]
+        if samples:
+            self.units.deliver(self.dataset.name, len(samples))
             self.machine.count(0, 0, self.units.stepped(self._agenda.now))
-            self._history.trained[self.worker_id, self.steps_taken + 1] = drawn[0]
+            self._history.trained[self.worker_id, self.steps_taken + 1] = samples
         super()._step()
 
     def _describe(self, send: Send) -> tuple[Trained, ...]:
@@ -121,9 +133,46 @@ class SimDataLiar(SimLiar):
         )
 
 
+class ModelLedger:
+    """Which samples are in a model, and how often, read off the names of the steps in it. `told`: what each step has
+    trained, and which steps each fragment holds."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        fragments: int,
+        told: Iterable[tuple[Mapping[StepName, list[Sample]], Collection[tuple[int, StepName]]]],
+    ) -> None:
+        self._dataset = dataset
+        self._found = [Counter[Sample]() for _ in range(fragments)]
+        for trained, applied in told:
+            for step, samples in trained.items():
+                for fragment, counts in enumerate(self._found):
+                    if (fragment, step) in applied:
+                        counts.update(samples)
+        self.again: dict[int, int] = {}  # by place, how often some sample of it is in all of the model once more
+        self.in_part = 0  # places of which not every sample is there once more
+        for sample in self._found[0]:
+            more = min(counts[sample] for counts in self._found) - 1
+            self.again[sample[0]] = max(self.again.get(sample[0], 0), more, 0)
+        for place, more in self.again.items():
+            self.in_part += more > 0 and min(self._count(sample) for sample in self._samples(place)) <= more
+
+    def holds(self, place: int) -> bool:
+        """Every sample of it, in every fragment."""
+        return all(self._count(sample) for sample in self._samples(place))
+
+    def _count(self, sample: Sample) -> int:
+        return min(counts[sample] for counts in self._found)
+
+    def _samples(self, place: int) -> list[Sample]:
+        return [(place, i) for i in range(unit_size(self._dataset, place))]
+
+
 def check_data(server: SimServer, dataset: Dataset, history: History, fragments: int) -> None:
     """When everybody has left (though the server may have been killed before it noted that): every place that was ever
-    leased is somewhere, once; what is done is in the model, and what is in it more than once was counted."""
+    leased is somewhere, once; of what is done each sample is in the model, and what is in it more than once was
+    counted."""
     table, live = server.coordinator.leases.tables.get(dataset.name), server.coordinator.members.live_ids
     if table is None:
         return
@@ -139,22 +188,20 @@ def check_data(server: SimServer, dataset: Dataset, history: History, fragments:
         union |= some
     if union != Ranges([(0, table.next)]):
         history.violated(f"of {table.next} places that were leased, {Ranges([(0, table.next)]) - union} are nowhere")
-    found = [Counter[int]() for _ in range(fragments)]
-    for step, place in history.trained.items():
-        for fragment, counts in enumerate(found):
-            counts[place] += (fragment, step) in history.applied
-    whole = {place: min(counts[place] for counts in found) for place in found[0]}  # so often in all of the model
+    ledger = ModelLedger(dataset, fragments, [(history.trained, history.applied)])
     for place in (table.done - table.spent).numbers():
-        if not whole.get(place):
+        if not ledger.holds(place):
             history.violated(f"place {place} is said to be done, and is not in the model")
-    again = sum(count - 1 for count in whole.values() if count > 1)
+    again = sum(ledger.again.values())
     if again > table.repeated and not history.may_go_back:
         history.violated(f"{again} places are in the model once more, and {table.repeated} are said to be")
     if not table.dataset.again and again:
         history.violated(f"{again} places were trained twice, and the run leases nothing again")
-    missed = [place for place, count in whole.items() if count and place in table.free]
+    missed = [place for place in table.free.numbers() if ledger.holds(place)]
     history.faults["model_has_free"] += len(missed)
     history.faults["units_done"] += table.done.total
+    history.faults["units_again"] += again
+    history.faults["units_in_part"] += ledger.in_part
     history.faults["units_repeated"] += table.repeated
     history.faults["units_lost"] += table.lost.total
     history.faults["units_spent"] += table.spent.total

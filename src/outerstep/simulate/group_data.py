@@ -1,4 +1,4 @@
-"""Simulated members without a server that are a cluster and train leased data: each step is one unit, if there is one.
+"""Simulated members without a server that are a cluster and train leased data: each step is a unit, if there is one.
 
 The table is the one that ships (coordination/shared_sub_leases.py): each member has its own, and all decide. Whoever
 leads passes on what it hears above, by the machine that ships (coordination/layers/sub_leasing.py).
@@ -12,7 +12,7 @@ from typing import Any
 
 from ..coordination.shared_sub_leases import HeardLeases, LeaseNews, SharedSubLeases
 from ..coordination.worker.machine import Cycle, Progress, Work, WorkerState
-from ..coordination.worker.units import LeasedWork
+from ..coordination.worker.units import LeasedWork, unit_size
 from ..ranges import NONE, Ranges
 from ..types import Dataset
 from .layer_group import MemberBelow, SimGroup, SimMember
@@ -41,7 +41,7 @@ class TrainingMember:
         drawn = self.units.draw(self.dataset.name)
         if drawn is None:
             return None
-        self.units.deliver(self.dataset.name, holding.dataset.unit_samples)
+        self.units.deliver(self.dataset.name, unit_size(self.dataset, drawn[0]))
         self.unsent |= Ranges(self.units.stepped(now))
         return drawn[0]
 
@@ -121,7 +121,8 @@ class LeasingGroup(SimGroup):
     def _took_step(self, member: SimMember) -> None:
         place = self.training[member.name].train(self.agenda.now)
         if place is not None:
-            self.history.trained[member.unsent[-1]] = place
+            samples = range(unit_size(self.dataset, place))
+            self.history.trained[member.unsent[-1]] = [(place, sample) for sample in samples]
 
     @property
     def _news(self) -> tuple[LeaseNews, ...]:

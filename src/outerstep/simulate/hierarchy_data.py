@@ -8,7 +8,6 @@ the data, too.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from ..coordination.leases import LeaseTable
@@ -16,7 +15,7 @@ from ..coordination.sub_leases import SubLeaseTable
 from ..events import Event, UnitsDone
 from ..ranges import Ranges
 from ..types import Dataset
-from .data import SimDataWorker
+from .data import ModelLedger, SimDataWorker
 from .group_data import LeasingGroup
 from .hierarchy import HierarchyHistory, HierarchyWorld, Layer
 from .hierarchy_scenario import HierarchyScenario
@@ -24,11 +23,14 @@ from .layer_server import LayerServer
 
 
 class LeasingWorld(HierarchyWorld):
-    """`dataset`: what all workers train."""
+    """`dataset`: what all workers train, `batch` samples in a step."""
 
-    def __init__(self, scenario: HierarchyScenario, seed: int, dataset: Dataset, **options: Any) -> None:
+    def __init__(
+        self, scenario: HierarchyScenario, seed: int, dataset: Dataset, *, batch: int = 1, **options: Any
+    ) -> None:
         self.dataset = dataset
-        worker_type = type("Worker", (options.pop("worker_type", SimDataWorker),), {"dataset": dataset})
+        trains = {"dataset": dataset, "batch": batch}
+        worker_type = type("Worker", (options.pop("worker_type", SimDataWorker),), trains)
         group_type = type("Group", (options.pop("group_type", LeasingGroup),), {"dataset": dataset})
         super().__init__(scenario, seed, worker_type=worker_type, group_type=group_type, **options)
         assert isinstance(self.top.place, LayerServer)
@@ -50,8 +52,8 @@ class LeasingWorld(HierarchyWorld):
     def _heard_at_the_top(self, event: Event) -> None:
         """What is said to be done is in the model by then."""
         if isinstance(event, UnitsDone):
-            whole = self._in_the_top()
-            missing = [place for place in Ranges(event.places).numbers() if not whole.get(place)]
+            ledger = self._ledger()
+            missing = [place for place in Ranges(event.places).numbers() if not ledger.holds(place)]
             if missing:
                 self.history.violated(f"place {missing[0]} is said to be done, and is not in the top's model yet")
 
@@ -72,21 +74,22 @@ class LeasingWorld(HierarchyWorld):
             return
         self._check_places(self.top, table, Ranges([(0, table.next)]))
         counted += table.repeated
-        whole = self._in_the_top()
+        ledger = self._ledger()
         for place in (table.done - table.spent).numbers():
-            if not whole.get(place):
+            if not ledger.holds(place):
                 self.history.violated(f"place {place} is said to be done, and is not in the top's model")
-        again = sum(count - 1 for count in whole.values() if count > 1)
+        again = sum(ledger.again.values())
         if again > counted:
-            twice = sorted(place for place, count in whole.items() if count > 1)
+            twice = sorted(place for place, more in ledger.again.items() if more)
             self.history.violated(f"places {twice} are in the top's model once more, and {counted} are said to be")
         if again and not table.dataset.again:
             self.history.violated(f"{again} places were trained twice, and the run leases nothing again")
         faults = self.history.faults
-        faults["model_has_free"] += sum(1 for place, count in whole.items() if count and place in table.free)
+        faults["model_has_free"] += sum(1 for place in table.free.numbers() if ledger.holds(place))
         faults["units_done"] += (table.done - table.spent).total
         faults["units_repeated"] += counted
         faults["units_again"] += again
+        faults["units_in_part"] += ledger.in_part
         faults["units_lost"] += table.lost.total
         faults["units_spent"] += table.spent.total
         faults["units_free"] += table.free.total
@@ -107,11 +110,8 @@ class LeasingWorld(HierarchyWorld):
         if union != all_of_it:
             self.history.violated(f"{layer.name}: places {all_of_it - union} are nowhere, {union - all_of_it} too many")
 
-    def _in_the_top(self) -> dict[int, int]:
-        """How often each place is in all of its model."""
-        trained = {step: place for layer in self.clusters for step, place in layer.history.trained.items()}
-        found = [Counter[int]() for _ in range(self.scenario.fragments)]
-        for step, place in trained.items():
-            for fragment, counts in enumerate(found):
-                counts[place] += (fragment, step) in self.top.history.applied
-        return {place: min(counts[place] for counts in found) for place in found[0]}
+    def _ledger(self) -> ModelLedger:
+        """Of the top's model."""
+        applied = self.top.history.applied
+        told = [(layer.history.trained, applied) for layer in self.clusters]
+        return ModelLedger(self.dataset, self.scenario.fragments, told)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ..types import ContributionKey, Participant
 
 StepName = tuple[str, int]
+Sample = tuple[int, int]  # a place of the data, and which of its samples
 Contents = list[tuple[ContributionKey, list[StepName]]]
 
 
@@ -54,7 +55,7 @@ class History(Told):
     moves: Counter[str] = field(default_factory=Counter)  # how often a worker's life went from one state to another
     sent: Counter[tuple[object, ...]] = field(default_factory=Counter)  # how often each part was sent, arrived or not
     requests: list[float] = field(default_factory=list)  # when the server was asked something
-    trained: dict[StepName, int] = field(default_factory=dict)  # which place of the data a step has trained
+    trained: dict[StepName, list[Sample]] = field(default_factory=dict)  # which samples of the data a step has trained
     _held: dict[tuple[int, int], str] = field(default_factory=dict)  # (fragment, version) -> the hash any holder saw
     _beliefs: list[tuple[ContributionKey, list[StepName], bool]] = field(default_factory=list)
 

@@ -100,8 +100,8 @@ class SavedCycle(Plain, frozen=True):
 
 class SavedWorker(Plain, frozen=True):
     """All of it. `local_hash`: of the weights that the model had; `changed`: somebody else had moved those, and nothing
-    had been done about it. `dropped`: as in `WorkerState`; `data`: what is leased (data/leased.py); `places`: which
-    part of each tensor was here, for a start in another shape (recut.py)."""
+    had been done about it. `dropped`, `lost`: as in `WorkerState`; `data`: what is leased (data/leased.py); `places`:
+    which part of each tensor was here, for a start in another shape (recut.py)."""
 
     format: Literal[2]
     worker_id: str
@@ -114,6 +114,7 @@ class SavedWorker(Plain, frozen=True):
     topology: dict[str, Any]
     changed: bool = False
     dropped: Units = ()
+    lost: Units = ()
     data: dict[str, Any] = msgspec.field(default_factory=dict)
     places: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -129,7 +130,7 @@ class SavedWorker(Plain, frozen=True):
         cycle = Cycle(self.cycle.step, self.cycle.sync_every, self.cycle.assigned or None)
         known = {name: value for name, value in self.metrics.items() if name in Metrics.__dataclass_fields__}
         metrics = replace(Metrics(), **known)  # type: ignore[arg-type]
-        return WorkerState(self.work, cycle, [f.progress for f in self.fragments], metrics, self.dropped)
+        return WorkerState(self.work, cycle, [f.progress for f in self.fragments], metrics, self.dropped, self.lost)
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,7 @@ def write(
         "local_hash": replica.local_hash(),
         "metrics": asdict(machine.state.metrics),
         **({"dropped": [list(each) for each in machine.state.dropped]} if machine.state.dropped else {}),
+        **({"lost": [list(each) for each in machine.state.lost]} if machine.state.lost else {}),
         "topology": topology.state_dict(machine.in_flight.keys() & under_way.tickets.keys()),
         **describe_places(replica),
     }

@@ -246,6 +246,8 @@ def test_one_that_went_on_from_an_older_state_is_counted_when_it_brings_what_is_
     table = LeaseTable(Dataset(name="train", samples=10, unit_samples=1))
     table._hand_over("east", Ranges([(0, 4)]))
     for version in (1, 2, 3):
+        if version > 1:
+            table.started_again("east")
         table.accept("east", 0, version, ((0, 4),), 0.0)
         table.closed(0, version, (), 1)
     assert (table.done, table.repeated) == (Ranges([(0, 4)]), 4), "once: who says so for ever is not believed"

@@ -413,7 +413,12 @@ class Coordinator:
         worker = self._heard(message, now)
         worker.conduct.check(worker.worker_id, now)
         self.quotas.check("records", worker.token, worker.worker_id, now, is_newcomer=worker.is_newcomer)
-        return self.leases.lease(message, now, self.members.live_ids)
+        data, is_known = message.dataset, message.dataset.name in self.leases.tables
+        answer = self.leases.lease(message, now, self.members.live_ids)
+        if not is_known:
+            facts = (data.samples, data.unit_samples, data.epochs, data.seed, data.shuffle)
+            self._effects.append(events.DataLeased(data.name, worker.worker_id, *facts))
+        return answer
 
     # --- a contribution -------------------------------------------------------------------------------------------
 

@@ -183,13 +183,15 @@ class Metrics:
 @dataclass
 class WorkerState:
     """What a worker must not forget: what it has done, how much of that is agreed on, what is under way. `dropped`:
-    units of data that were trained, and whose steps were given up in some fragment."""
+    units of data that were trained, and whose steps were given up in some fragment; `lost`: whose steps were accepted,
+    and the server has forgotten that round."""
 
     work: Work
     cycle: Cycle
     fragments: list[Progress]
     metrics: Metrics = field(default_factory=Metrics)
     dropped: Units = ()
+    lost: Units = ()
 
 
 @dataclass(frozen=True)
@@ -427,6 +429,7 @@ class WorkerMachine:
         count in a round to come."""
         progress = self.state.fragments[fragment]
         if late:
+            self._lose(progress)
             progress.late_in, progress.late_units = 0, ()
         elif progress.in_flight is not None:
             self._not_counted(progress, progress.in_flight)
@@ -438,6 +441,10 @@ class WorkerMachine:
             self.state.metrics.steps_discarded += (flight.work - progress.counted).steps
             self._drop(flight.work - progress.counted)
             progress.counted = flight.work
+
+    def _lose(self, progress: Progress) -> None:
+        """What was to count in a round to come never will."""
+        self.state.lost = tuple(Ranges(self.state.lost) | Ranges(progress.late_units))
 
     def _drop(self, work: Work) -> None:
         """It will never be in an agreement of this worker's, in some fragment."""
@@ -603,6 +610,7 @@ class WorkerMachine:
         self._deferrals = 0
         if result.steps_lost:
             self.state.metrics.steps_discarded += result.steps_lost
+            self._lose(self.state.fragments[result.fragment])
             notes.append(Note("lost", result.fragment, steps=result.steps_lost))
         if result.plan.revision != self.plan.revision:
             mine = plan_of(result.plan, self._worker_id)

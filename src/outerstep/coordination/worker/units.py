@@ -8,6 +8,11 @@ agreed on or given up. Here is what they mean: places of a dataset (coordination
 
 A loader draws long before the loop trains. So a unit that is drawn is not trained: samples are counted when they are
 *delivered* to the loop, and those delivered before an optimizer step are in that step.
+
+A step that trains a part of a unit and not its end has a number, too, from a line of its own (`PARTS` and above). So
+of every contribution it is known which units it holds to the end, of which it has *begun* a part, and of which earlier
+ones hold a part. A unit of which some part was given up is *torn*: it is never said to be in the model, and when its
+last step is taken it is given up whole.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ LEAD_S = 20.0  # training for so long is leased ahead, at the worker's pace,
 LEAST_AHEAD = 2  # and at least so many units
 PACE_MEMORY = 0.9
 PLACE_UNKNOWN = -1
+PARTS = 1 << 52  # the number of the first step that trains a part of a unit; units have lower ones
 UNMEASURED = 1 << 60  # samples of a shard that nobody has read to its end yet
 
 
@@ -46,20 +52,35 @@ class _NumberedPlaces:
 
 
 @dataclass
+class _InParts:
+    """A unit that several steps train. `numbers`: of its parts but the last. `torn`: some were given up; `lost`: the
+    run has lost some."""
+
+    dataset: str
+    place: int
+    numbers: Ranges = NONE
+    torn: bool = False
+    lost: bool = False
+
+
+@dataclass
 class _Drawn:
-    """A unit on its way through the loader. `skipped`: samples that had been trained before; `size`: those to come."""
+    """A unit on its way through the loader. `skipped`: samples that had been trained before; `size`: those to come;
+    `in_parts`: of these, those in steps that have numbers."""
 
     number: int
     name: str
     place: int
     skipped: int
     size: int
+    in_parts: int = 0
 
 
 @dataclass
 class Holding:
     """One dataset's leases. `queue`: places to be drawn; `open`: trained, and not settled; `dropped`: to be told;
-    `partly`: a place of which so many samples were trained before it was put back; `over`: nothing more will come."""
+    `partly`: a place of which so many samples were trained before it was put back; `over`: nothing more will come.
+    `goes_back`: it has resumed from a state that is older than what it had sent, and the run is to know."""
 
     dataset: Dataset
     queue: Ranges = NONE
@@ -67,6 +88,7 @@ class Holding:
     open: Ranges = NONE
     dropped: Ranges = NONE
     partly: Range = (PLACE_UNKNOWN, 0)
+    goes_back: bool = False
     delivered: int = 0  # samples of units that are drawn
     over: bool = False
     is_confirmed: bool = True  # by the run, since a restart: an earlier start may have sent some of it
@@ -109,6 +131,7 @@ class LeaseRequest:
     untrained: int
     waits: bool
     pace: float
+    goes_back: bool = False
 
     def message(self, head: MemberFields) -> Lease:
         return Lease(
@@ -121,6 +144,7 @@ class LeaseRequest:
             untrained=self.untrained,
             waits=self.waits,
             pace=self.pace,
+            goes_back=self.goes_back,
         )
 
 
@@ -139,6 +163,8 @@ class LeasedWork:
             raise ConfigError("two leased datasets have the same name; give each a name of its own")
         self._stretches: deque[_NumberedPlaces] = deque()  # which place each number stands for, while anybody may ask
         self._next = 0
+        self._in_parts: dict[int, _InParts] = {}  # by the number of the unit
+        self._next_part = PARTS
         self._drawn: deque[_Drawn] = deque()
         self._put_back = NONE  # numbers of units that were drawn and never trained
         self._trained_at: float | None = None
@@ -158,7 +184,11 @@ class LeasedWork:
         if holding.partly[0] == place:
             skipped, holding.partly = holding.partly[1], (PLACE_UNKNOWN, 0)
         size = -(-unit_size(holding.dataset, place) // self.ranks) - skipped if measured else UNMEASURED
-        self._drawn.append(_Drawn(self._number(name, place), name, place, skipped, size))
+        number = self._number(name, place)
+        if skipped:  # what was trained of it had another number for its end
+            for before in [n for n, unit in self._in_parts.items() if (unit.dataset, unit.place) == (name, place)][-1:]:
+                self._in_parts[number] = self._in_parts.pop(before)
+        self._drawn.append(_Drawn(number, name, place, skipped, size))
         return place, skipped
 
     def follow(self, name: str, place: int, skipped: int) -> None:
@@ -235,7 +265,7 @@ class LeasedWork:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def stepped(self, now: float) -> Units:
-        """The optimizer has stepped: the numbers of the units that are trained now."""
+        """The optimizer has stepped: the numbers of the units that are trained now, and of its parts of others."""
         finished: list[Range] = []
         while self._drawn:
             one = self._drawn[0]
@@ -246,11 +276,35 @@ class LeasedWork:
             holding.delivered -= one.size
             place = Ranges([(one.place, one.place + 1)])
             holding.drawn, holding.open = holding.drawn - place, holding.open | place
+            in_parts = self._in_parts.get(one.number)
+            if in_parts is not None and (in_parts.torn or in_parts.lost):
+                holding.open -= place
+                holding.dropped |= place if in_parts.torn else NONE
             holding.trained += 1
             finished.append((one.number, one.number + 1))
         if finished:
             self._measure(len(finished), now)
-        return tuple(Ranges(finished))
+        return tuple(Ranges([*finished, *self._begun()]))
+
+    def _begun(self) -> list[Range]:
+        """Numbers for the parts that this step has trained of units that do not end with it."""
+        numbers: list[Range] = []
+        for name, holding in self.holdings.items():
+            left = holding.delivered
+            for one in self._drawn if left else ():
+                if one.name != name:
+                    continue
+                if min(left, one.size) > one.in_parts:
+                    one.in_parts = min(left, one.size)
+                    part = (self._next_part, self._next_part + 1)
+                    self._next_part += 1
+                    unit = self._in_parts.setdefault(one.number, _InParts(name, one.place))
+                    unit.numbers |= Ranges([part])
+                    numbers.append(part)
+                left -= one.size
+                if left <= 0:
+                    break
+        return numbers
 
     def _measure(self, units: int, now: float) -> None:
         before, self._trained_at = self._trained_at, now
@@ -260,16 +314,33 @@ class LeasedWork:
                 holding.pace = PACE_MEMORY * holding.pace + (1 - PACE_MEMORY) * pace if holding.pace else pace
 
     def describe(self, units: Units) -> tuple[Trained, ...]:
-        """For an offer."""
+        """For an offer: the units that end in it, and those of which it holds a part."""
+        numbers = Ranges(units)
+        found = {name: [places, NONE, NONE, NONE] for name, places in self._places(numbers - self._torn_units).items()}
+        for end, unit in self._in_parts.items():
+            has_part, has_end, place = bool(unit.numbers & numbers), end in numbers, (unit.place, unit.place + 1)
+            if not (has_part or has_end):
+                continue
+            sets, one = found.setdefault(unit.dataset, [NONE, NONE, NONE, NONE]), Ranges([place])
+            if unit.torn or unit.lost:
+                sets[3] |= one
+                continue
+            sets[1] |= NONE if has_end else one
+            sets[2] |= one if unit.numbers - numbers else NONE
         return tuple(
-            Trained(dataset=dataset, places=tuple(places)[:MOST_RANGES])
-            for dataset, places in sorted(self._places(units).items())
+            Trained(name, *(tuple(places)[:MOST_RANGES] for places in sets)) for name, sets in sorted(found.items())
         )
+
+    @property
+    def _torn_units(self) -> Ranges:
+        return Ranges((end, end + 1) for end, unit in self._in_parts.items() if unit.torn or unit.lost)
 
     def exchanged(self, state: WorkerState) -> None:
         """What every fragment's agreements hold or have lost is settled; what was given up is to be told. (What is to
         count in a round to come is not: the server may be killed before it has closed that round.)"""
-        dropped, state.dropped = self._places(state.dropped), ()
+        dropped = self._places(state.dropped)
+        self._tear(Ranges(state.dropped), Ranges(state.lost))
+        state.dropped = state.lost = ()
         for name, places in dropped.items():
             self.holdings[name].dropped |= places
         settled: Ranges | None = None
@@ -278,12 +349,28 @@ class LeasedWork:
             settled = counted if settled is None else settled & counted
         waiting = Ranges([(0, self._next)]) - (settled or NONE) - self._put_back
         trained = waiting - Ranges((one.number, one.number + 1) for one in self._drawn)
-        still_open = self._places(trained)  # by number: a place may have been given up, and trained once more
+        still_open = self._places(trained - self._torn_units)  # by number: a place may have been trained once more
         for name, holding in self.holdings.items():
             holding.open = still_open.get(name, NONE)
         first = next(waiting.numbers(), self._next)
         while self._stretches and self._stretches[0].last <= first:
             self._stretches.popleft()
+        for end, unit in list(self._in_parts.items()):
+            holding = self.holdings[unit.dataset]
+            goes_on = end in waiting or unit.place in holding.queue
+            if not goes_on and not (unit.numbers - (settled or NONE)):
+                del self._in_parts[end]
+
+    def _tear(self, dropped: Ranges, lost: Ranges) -> None:
+        """These numbers were given up, and the run has lost those."""
+        drawn = {one.number for one in self._drawn}
+        for end, unit in self._in_parts.items():
+            holding = self.holdings[unit.dataset]
+            if unit.numbers & dropped and not holding.goes_back:  # (else they are in what an earlier start has sent)
+                unit.torn = True
+                if end not in drawn and end not in self._put_back:  # (of the others it is told when they end)
+                    holding.dropped |= Ranges([(unit.place, unit.place + 1)])
+            unit.lost = unit.lost or bool(unit.numbers & lost)
 
     def _places(self, units: Iterable[Range]) -> dict[str, Ranges]:
         """Which places these numbers stand for, by dataset."""
@@ -309,6 +396,7 @@ class LeasedWork:
             holding.untrained,
             holding.is_waiting,
             min(holding.pace, 1e9),
+            holding.goes_back,
         )
 
     def statement(self, name: str, steps: int, turn: int) -> LeaseStatement:
@@ -341,7 +429,10 @@ class LeasedWork:
         holding = self.holdings[request.dataset.name]
         new = Ranges(answer.granted) - holding.drawn - holding.open
         holding.dropped -= Ranges(request.dropped)
+        holding.goes_back = holding.goes_back and not request.goes_back
         holding.queue = (holding.queue - Ranges(answer.void)) | new
+        if holding.partly[0] in Ranges(answer.void):  # should it come again, then from its beginning
+            holding.partly = (PLACE_UNKNOWN, 0)
         holding.over, holding.is_confirmed = answer.state == "over", True
 
     # --- over a restart ---------------------------------------------------------------------------------------------
@@ -352,6 +443,11 @@ class LeasedWork:
         return {
             "numbers": [[one.first, one.dataset, one.begin, one.end] for one in self._stretches],
             "next": self._next,
+            "in_parts": [
+                [end, unit.dataset, unit.place, [list(part) for part in unit.numbers], unit.torn, unit.lost]
+                for end, unit in self._in_parts.items()
+            ],
+            "next_part": self._next_part,
             "put_back": [list(one) for one in put_back],
             "datasets": {
                 name: {
@@ -359,6 +455,7 @@ class LeasedWork:
                     "open": [list(one) for one in holding.open],
                     "dropped": [list(one) for one in holding.dropped],
                     "partly": list(self._partly(name)),
+                    "goes_back": holding.goes_back,
                     "pace": holding.pace,
                 }
                 for name, holding in self.holdings.items()
@@ -370,6 +467,11 @@ class LeasedWork:
             _NumberedPlaces(int(a), str(name), int(b), int(c)) for a, name, b, c in state["numbers"]
         )
         self._next, self._put_back = int(state["next"]), Ranges(state["put_back"])
+        self._in_parts = {
+            int(end): _InParts(str(name), int(place), Ranges(numbers), bool(torn), bool(lost))
+            for end, name, place, numbers, torn, lost in state["in_parts"]
+        }
+        self._next_part = int(state["next_part"])
         for name, facts in state["datasets"].items():
             holding = self.holdings.get(name)
             if holding is None:
@@ -379,7 +481,13 @@ class LeasedWork:
             holding.dropped, holding.pace = Ranges(facts["dropped"]), float(facts["pace"])
             place, trained = facts["partly"]
             holding.partly = int(place), int(trained)
+            holding.goes_back = bool(facts["goes_back"])
             holding.is_confirmed = False
+
+    def resumed(self, *, goes_back: bool) -> None:
+        """From a state, whether it is older than what was sent."""
+        for holding in self.holdings.values():
+            holding.goes_back = holding.goes_back or goes_back
 
     def _partly(self, name: str) -> Range:
         first = next((one for one in self._drawn if one.name == name), None)

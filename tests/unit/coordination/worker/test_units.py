@@ -13,6 +13,7 @@ from outerstep.coordination.worker.units import (
     LEAD_S,
     LEAST_AHEAD,
     PACE_MEMORY,
+    PARTS,
     UNMEASURED,
     Holding,
     LeasedWork,
@@ -37,6 +38,7 @@ class Reader:
         progress = [Progress(0, Work(), 0) for _ in range(fragments)]
         self.state = WorkerState(Work(), Cycle(0, 10), progress)
         self.now = 0.0
+        self.numbers: Units = ()  # of the last step
 
     def holding(self, name: str = "train") -> Holding:
         return self.work.holdings[name]
@@ -49,7 +51,13 @@ class Reader:
         """One step with so many samples."""
         self.work.deliver(name, samples)
         self.now += 1.0
-        return self.work.stepped(self.now)
+        self.numbers = self.work.stepped(self.now)
+        return tuple(Ranges(self.numbers) & Ranges([(0, PARTS)]))
+
+    def part(self, samples: int, name: str = "train") -> Units:
+        """Likewise: the numbers of parts of units that do not end with it."""
+        self.train(samples, name)
+        return tuple(Ranges(self.numbers) - Ranges([(0, PARTS)]))
 
     def draw(self, count: int, name: str = "train") -> list[int]:
         drawn = [self.work.draw(name) for _ in range(count)]
@@ -228,7 +236,7 @@ class TestDelivering:
         reader.grant((0, 1))
         reader.work.draw("train", measured=False)
         assert reader.work.deliver("train", 10**9) == 10**9 < UNMEASURED
-        assert reader.work.stepped(1.0) == ()
+        assert reader.train(0) == ()
 
 
 class TestLeavingALoaderEarly:
@@ -430,6 +438,113 @@ class TestSettling:
         reader.grant((0, 1))
         reader.draw(1)
         assert reader.work.describe(()) == ()
+
+
+def named(begun: Any = (), continued: Any = (), torn: Any = (), places: Any = ()) -> tuple[Trained, ...]:
+    return (Trained(dataset="train", places=places, begun=begun, continued=continued, torn=torn),)
+
+
+class TestParts:
+    """Units of ten samples that are trained by six, so that steps end in the middle of them."""
+
+    def reader(self, fragments: int = 1) -> Reader:
+        reader = Reader(fragments=fragments)
+        reader.grant((0, 3))
+        reader.draw(3)
+        return reader
+
+    def test_a_contribution_names_what_it_has_begun_and_what_earlier_ones_have(self) -> None:
+        reader = self.reader()
+        first = reader.part(6)
+        assert reader.work.describe(first) == named(begun=((0, 1),))
+        reader.train(6)
+        assert reader.work.describe(reader.numbers) == named(places=((0, 1),), begun=((1, 2),), continued=((0, 1),))
+        both = tuple(Ranges([*first, *reader.numbers]))
+        assert reader.work.describe(both) == named(places=((0, 1),), begun=((1, 2),)), "all of unit 0 is in it"
+
+    def test_a_unit_in_the_middle_is_begun_and_continued(self) -> None:
+        reader = self.reader()
+        reader.part(3)
+        assert reader.work.describe(reader.part(3)) == named(begun=((0, 1),), continued=((0, 1),))
+
+    @pytest.mark.parametrize("lost", [False, True])
+    def test_a_unit_of_which_a_part_is_gone_is_torn_and_given_up_when_it_ends(self, lost: bool) -> None:
+        reader = self.reader()
+        part = reader.part(6)
+        if lost:
+            reader.state.lost = part
+        else:
+            reader.state.dropped = part
+        reader.count()
+        reader.train(6)
+        assert reader.work.describe(reader.numbers) == named(begun=((1, 2),), torn=((0, 1),))
+        told = reader.told()
+        assert told.dropped == (() if lost else ((0, 1),)), "what the run has lost goes back: nobody gave it up"
+        assert told.holds == ((1, 3),)
+
+    def test_a_part_that_is_given_up_after_its_unit_ended_is_told_at_once(self) -> None:
+        reader = self.reader()
+        part = reader.part(6)
+        reader.train(6)
+        reader.state.dropped = part
+        reader.count()
+        assert reader.told().dropped == ((0, 1),)
+        assert reader.work.describe(reader.numbers)[0].places == ()
+
+    def test_what_is_torn_and_drawn_anew_is_whole_again(self) -> None:
+        reader = self.reader()
+        reader.state.dropped = reader.part(6)
+        reader.count()
+        reader.train(4)
+        old = reader.numbers
+        reader.grant((0, 1))
+        reader.work.draw_again("train")
+        reader.draw(1)
+        reader.train(10)
+        assert reader.work.describe(reader.numbers) == named(places=((0, 1),))
+        assert reader.work.describe(old) == named(torn=((0, 1),))
+
+    def test_a_unit_that_was_put_back_in_part_goes_on(self) -> None:
+        reader = self.reader()
+        part = reader.part(6)
+        reader.work.draw_again("train")
+        reader.draw(1)
+        reader.train(4)
+        assert reader.work.describe(reader.numbers) == named(places=((0, 1),), continued=((0, 1),))
+        assert reader.work.describe(part) == named(begun=((0, 1),))
+
+    def test_parts_are_remembered_over_a_restart_and_forgotten_when_settled(self) -> None:
+        reader = self.reader()
+        part = reader.part(6)
+        again = Reader()
+        again.work.load_state(msgspec.json.decode(msgspec.json.encode(reader.work.state())))
+        again.holding().is_confirmed = True
+        again.draw(1)
+        again.train(4)
+        assert again.work.describe(again.numbers) == named(places=((0, 1),), continued=((0, 1),))
+        again.count(*part, *again.numbers)
+        assert again.work.state()["in_parts"] == []
+
+    def test_one_that_goes_back_says_so_until_it_is_heard_and_tears_nothing(self) -> None:
+        reader = self.reader()
+        reader.state.dropped = reader.part(6)
+        reader.work.draw_again("train")
+        reader.work.resumed(goes_back=True)
+        reader.count()
+        assert reader.told().goes_back
+        reader.grant()
+        assert not reader.told().goes_back
+        reader.draw(1)
+        reader.train(4)
+        assert reader.work.describe(reader.numbers) == named(places=((0, 1),), continued=((0, 1),))
+
+    def test_what_was_taken_away_in_part_is_drawn_from_its_beginning_if_it_comes_again(self) -> None:
+        reader = self.reader()
+        reader.train(6)
+        reader.work.draw_again("train")
+        reader.grant(void=((0, 1),))
+        reader.grant((0, 1))
+        assert reader.work.draw("train") == (0, 0)
 
 
 class TestAsking:
@@ -693,6 +808,8 @@ class TestOverARestart:
         assert reader.work.state() == {
             "numbers": [[0, "train", 2, 4]],
             "next": 2,
+            "in_parts": [[1, "train", 3, [[PARTS, PARTS + 1]], False, False]],
+            "next_part": PARTS + 1,
             "put_back": [[1, 2]],
             "datasets": {
                 "train": {
@@ -700,6 +817,7 @@ class TestOverARestart:
                     "open": [[2, 3]],
                     "dropped": [],
                     "partly": [3, 2],
+                    "goes_back": False,
                     "pace": 0.0,
                 }
             },
