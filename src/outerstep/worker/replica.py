@@ -99,11 +99,11 @@ class Replica:
             self._reshard()  # so that the model holds the same parameters as the optimizer
             tensors, self.manifest = describe(model, buffers)
             self.shards = find_shards(model, tensors)
-            self.is_data_parallel = is_data_parallel(model, self.shards)
+            self.has_own_samples = is_data_parallel(model, self.shards)
             self.tensors: Mapping[str, Tensor] = Locals(tensors)
         else:
             tensors, self.manifest = describe(model, buffers)
-            self.tensors, self.is_data_parallel = tensors, True
+            self.tensors, self.has_own_samples = tensors, True
         self._ids = {name: id(tensor) for name, tensor in tensors.items()}
         on_meta = next((name for name, p in self.tensors.items() if p.is_meta), None)
         if on_meta is not None:

@@ -628,7 +628,7 @@ class DiLoCoWorker:
         return MemberFacts(batch_size=max(size * batch_size, 0), size=size)
 
     def _lease(self, datasets: Sequence[Dataset], part: tuple[int, int] | None) -> LeasedData:
-        has_own = self._replica.is_data_parallel and not isinstance(self._topology, Divided)
+        has_own = self._replica.has_own_samples and not isinstance(self._topology, Divided)
         return LeasedData(datasets, self._ranks, self._events, part, has_own_samples=has_own)
 
     def _share(self, ahead: int) -> int | None:
