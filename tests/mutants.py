@@ -89,6 +89,7 @@ ROOMS = {
         files=("src/outerstep/coordination/*leases.py", "src/outerstep/coordination/shares.py"),
         tests=(
             "tests/unit/coordination/test_*leases.py",
+            "tests/unit/coordination/test_shared_table.py",
             "tests/unit/coordination/test_lease_accounts.py",
             "tests/unit/coordination/test_shares.py",
         ),
