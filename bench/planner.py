@@ -14,6 +14,9 @@ Two claims: both within 10 %; the recommended setting reaches 95 % of the best u
     python bench/planner.py                     # about twelve minutes on a busy machine
     python bench/planner.py --quick             # one link, two minutes
     python bench/planner.py --json bench/results/planner.json
+    python bench/planner.py --again bench/results/planner.json      # after a change of the planner: plans these runs
+                                                                    # anew, and measures only what it recommends now
+    python bench/planner.py --beyond bench/results/planner.json     # settings that no claim is about
     python bench/planner.py --table bench/results/planner.json      # the table of docs/results/planner.md
 """
 
@@ -45,10 +48,16 @@ STEP_S = 0.1
 SYNC_EVERY = 25
 LINKS = (Link(mbit_per_s=100, rtt_ms=20), Link(mbit_per_s=30, rtt_ms=50), Link(mbit_per_s=15, rtt_ms=100))
 TRIED = tuple(Choice(SYNC_EVERY, codec, *way) for codec in ("bf16", "int4") for way in ((1, 0), (4, 5)))
+BEYOND = (  # fragments of other sizes and at other distances, that the model of cost was not looked at with
+    *((Link(mbit_per_s=15, rtt_ms=100), Choice(SYNC_EVERY, *how)) for how in (("bf16", 8, 3), ("int8", 8, 3))),
+    *((Link(mbit_per_s=15, rtt_ms=100), Choice(SYNC_EVERY, "int8", *way)) for way in ((1, 0), (2, 5), (4, 5))),
+    (Link(mbit_per_s=30, rtt_ms=50), Choice(SYNC_EVERY, "bf16", 8, 3)),
+)
 OPEN = Choice()  # the planner chooses
 MEASURED_S = 10.0  # of each run, about
 NEAR = 0.10
 BEST = 0.95
+RUNS = 3  # of what is measured again
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,16 @@ def train(pipe: Connection, setting: Setting, cycles: int, name: str, address: s
         pipe.send((sum(counted) / wall_s, statistics.mean(counted), waited_s / wall_s))
 
 
+def name_of(link: Link) -> str:
+    return f"{link.mbit_per_s:g} Mbit/s, {link.rtt_ms:g} ms"
+
+
+def planned(link: Link, setting: Setting, steps_s: list[float]) -> float:
+    """Utilization, by the time that the slowest worker's step really took."""
+    choice = Choice(setting.sync_every, setting.codec, setting.num_fragments, setting.delay)
+    return propose(situation(link, choice, max(steps_s))).recommended.utilization
+
+
 def measure(link: Link, option: Option, *, recommended: bool) -> Point:
     setting = setting_of(option)
     cycles = max(2, min(12, round(MEASURED_S / option.round_s)))
@@ -155,13 +174,11 @@ def measure(link: Link, option: Option, *, recommended: bool) -> Point:
             helper.pipe.send("go")
         seen = [helper.hear(HANG_S + 60.0) for helper in helpers]
     shares, steps_s, waited = ([each[i] for each in seen] for i in range(3))
-    choice = Choice(setting.sync_every, setting.codec, setting.num_fragments, setting.delay)
-    planned = propose(situation(link, choice, max(steps_s))).recommended
     return Point(
-        link=f"{link.mbit_per_s:g} Mbit/s, {link.rtt_ms:g} ms",
+        link=name_of(link),
         setting=setting,
         recommended=recommended,
-        planned=planned.utilization,
+        planned=planned(link, setting, steps_s),
         measured=statistics.mean(shares),
         by_worker=shares,
         step_s=steps_s,
@@ -182,15 +199,44 @@ def points_of(link: Link) -> list[Point]:
     return made
 
 
-def table(report: dict[str, Any]) -> str:
+def beyond(report: dict[str, Any]) -> None:
+    """Settings that are in neither claim: how far off is the planner elsewhere?"""
+    report["beyond"] = {"machine": provenance("torch"), "points": []}
+    for link, choice in BEYOND:
+        option = propose(situation(link, choice)).recommended
+        report["beyond"]["points"].append(asdict(measure(link, option, recommended=False)))
+
+
+def again(report: dict[str, Any]) -> None:
+    """Plans what was measured with the planner as it is, and measures what it recommends now and was not: three times,
+    of which the middle one counts, since the machine may be less calm than it was."""
+    report["planned_again"] = provenance("torch")
+    for link in LINKS:
+        here = [point for point in report["points"] if point["link"] == name_of(link)]
+        if not here:
+            continue
+        best = propose(situation(link)).recommended
+        if not any(point["setting"] == asdict(setting_of(best)) for point in here):
+            runs = sorted((measure(link, best, recommended=True) for _ in range(RUNS)), key=lambda run: run.measured)
+            said = asdict(runs[RUNS // 2]) | {"measured_of_all": [run.measured for run in runs]}
+            report["points"].insert(report["points"].index(here[0]), said)
+        for point in here:
+            point["planned"] = planned(link, Setting(**point["setting"]), point["step_s"])
+            point["recommended"] = point["setting"] == asdict(setting_of(best))
+    by_name = {name_of(link): link for link in LINKS}
+    for point in report.get("beyond", {}).get("points", []):
+        point["planned"] = planned(by_name[point["link"]], Setting(**point["setting"]), point["step_s"])
+
+
+def table(points: list[dict[str, Any]]) -> str:
     titles = ("link", "H", "codec", "fragments", "τ", "planned", "measured", "waiting", "measured ÷ planned")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for point in report["points"]:
+    for point in points:
         s, mark = point["setting"], "**" if point["recommended"] else ""
         lines.append(
             f"| {point['link']} | {mark}{s['sync_every']}{mark} | {mark}{s['codec']}{mark} | {s['num_fragments']} | "
-            f"{s['delay']} | {point['planned']:.1%} | {point['measured']:.1%} | {point['waited']:.1%} | "
-            f"{point['measured'] / point['planned']:.3f} |"
+            f"{s['delay']} | {100 * point['planned']:.1f} % | {100 * point['measured']:.1f} % | "
+            f"{100 * point['waited']:.1f} % | {point['measured'] / point['planned']:.3f} |"
         )
     return "\n".join(lines)
 
@@ -217,10 +263,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the planner with measured runs over emulated links.")
     parser.add_argument("--quick", action="store_true", help="one link")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all points and the machine here")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="plan the runs of such a file anew, and complete it")
+    parser.add_argument("--beyond", type=Path, metavar="FILE", help="measure other settings, too, into such a file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="only print the table of such a file")
     arguments = parser.parse_args()
     if arguments.table:
         report = json.loads(arguments.table.read_text())
+    elif file := arguments.again or arguments.beyond:
+        report = json.loads(file.read_text())
+        (again if arguments.again else beyond)(report)
+        file.write_text(json.dumps(report, indent=2) + "\n")
     else:
         report = {
             "machine": provenance("torch"),
@@ -231,14 +283,16 @@ def main() -> None:
         }
         for link in LINKS[1:2] if arguments.quick else LINKS:
             seen = validate(link)
-            print(f"{link.mbit_per_s:g} Mbit/s, {link.rtt_ms:g} ms; seen: {seen}", flush=True)
-            report["links"][f"{link.mbit_per_s:g} Mbit/s, {link.rtt_ms:g} ms"] = seen.as_json()
+            print(f"{name_of(link)}; seen: {seen}", flush=True)
+            report["links"][name_of(link)] = seen.as_json()
             report["points"] += [asdict(point) for point in points_of(link)]
             if arguments.json:
                 arguments.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(table(report))
+    print(table(report["points"]))
     for verdict in verdicts(report):
         print(f"- {verdict}")
+    if others := report.get("beyond"):
+        print("\nbeyond:\n" + table(others["points"]))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import difflib
 import fnmatch
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,9 @@ class Room:
     tests: tuple[str, ...]
     too_slow: str = ""
 
+    def found_tests(self) -> list[str]:
+        return [str(path.relative_to(ROOT)) for pattern in self.tests for path in sorted(ROOT.glob(pattern))]
+
 
 SHARED = ("outerstep.coordination.backoff.*", "outerstep.coordination.weights.*", "outerstep.screens.*")
 ROOMS = {
@@ -77,20 +81,26 @@ ROOMS = {
     "leases": Room(
         modules=(
             "outerstep.coordination.leases.*",
+            "outerstep.coordination.kept_leases.*",
+            "outerstep.coordination.shared_*",
             "outerstep.coordination.shares.*",
-            "outerstep.coordination.shared_leases.*",
+            "outerstep.coordination.sub_leases.*",
         ),
-        files=(
-            "src/outerstep/coordination/leases.py",
-            "src/outerstep/coordination/shares.py",
-            "src/outerstep/coordination/shared_leases.py",
-        ),
+        files=("src/outerstep/coordination/*leases.py", "src/outerstep/coordination/shares.py"),
         tests=(
-            "tests/unit/coordination/test_leases.py",
+            "tests/unit/coordination/test_*leases.py",
             "tests/unit/coordination/test_lease_accounts.py",
             "tests/unit/coordination/test_shares.py",
-            "tests/unit/coordination/test_shared_leases.py",
         ),
+    ),
+    "layers": Room(
+        modules=("outerstep.coordination.layers.*",),
+        files=(
+            "src/outerstep/coordination/layers/[!lt]*",
+            "src/outerstep/coordination/layers/leadership.py",
+            "src/outerstep/coordination/layers/tasks.py",
+        ),
+        tests=("tests/unit/coordination/layers", "tests/unit/coordination/test_sub_leases.py"),
     ),
     "gossip": Room(
         modules=("outerstep.coordination.gossip.*",),
@@ -100,9 +110,27 @@ ROOMS = {
         "or large_statements or turns_far_ahead or any_order_with_losses or of_many_small_ones",
     ),
     "planning": Room(
-        modules=("outerstep.coordination.autoconfig.*", "outerstep.coordination.cost.*"),
-        files=("src/outerstep/coordination/autoconfig/*", "src/outerstep/coordination/cost.py"),
-        tests=("tests/unit/coordination/autoconfig", "tests/unit/coordination/test_cost.py"),
+        modules=(
+            "outerstep.coordination.autoconfig.*",
+            "outerstep.coordination.planning.*",
+            "outerstep.coordination.cost.*",
+            "outerstep.coordination.failures.*",
+            "outerstep.coordination.windows.*",
+        ),
+        files=(
+            "src/outerstep/coordination/autoconfig/*",
+            "src/outerstep/coordination/planning/*",
+            "src/outerstep/coordination/cost.py",
+            "src/outerstep/coordination/failures.py",
+            "src/outerstep/coordination/windows.py",
+        ),
+        tests=(
+            "tests/unit/coordination/autoconfig",
+            "tests/unit/coordination/planning",
+            "tests/unit/coordination/test_cost.py",
+            "tests/unit/coordination/test_failures.py",
+            "tests/unit/coordination/test_windows.py",
+        ),
         too_slow="random_links or planted_restlessness or steady_noisy_link or one_of_four_says",
     ),
     "core": Room(
@@ -112,6 +140,12 @@ ROOMS = {
         too_slow="vector or threads or compiled",
     ),
 }
+
+UNCHANGED = {
+    "src/outerstep/coordination/layers/lifecycle.py": "its table is made when it is imported, before the change",
+    "src/outerstep/coordination/layers/lifecycle_page.py": "it decides nothing: it draws a page, which a test compares",
+}
+"""Files of the pure rooms in which nothing is changed, and why."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +203,7 @@ def prepare(room: str) -> Path:
         "only_mutate": list(what.files),
         "also_copy": ["src", "tests", "docs", "examples", "bench", "README.md", "pyproject.toml"],
         "process_isolation": "forkserver",  # torch and hypothesis do not bear a fork of a process that has run tests
-        "pytest_add_cli_args_test_selection": list(what.tests),
+        "pytest_add_cli_args_test_selection": what.found_tests(),
         "pytest_add_cli_args": ["--hypothesis-profile", "quick", *skipped],
     }
     lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
@@ -363,8 +397,32 @@ class Findings:
 def write_page(path: Path, findings: Findings) -> None:
     before, after = GENERATED
     head, _, rest = path.read_text().partition(before)
-    tail = rest.partition(after)[2]
-    path.write_text(head + before + "\n".join(findings.page()) + "\n" + after + tail)
+    old, _, tail = rest.partition(after)
+    path.write_text(head + before + merged(old, "\n".join(findings.page()) + "\n") + after + tail)
+
+
+def merged(old: str, new: str) -> str:
+    """The new page; and of modules that this run did not come to, what the old one says."""
+    came_to = _rows(new)
+    rows = {name: row for name, row in (_rows(old) | came_to).items() if name != "all"}
+    sections = {name: text for name, text in _sections(old).items() if name not in came_to} | _sections(new)
+    sums = [sum(int(row[column]) for row in rows.values()) for column in (1, 2, 4, 5, 6, 7)]
+    rows_and_all = [row for _, row in sorted(rows.items())]
+    rows_and_all.append(["all", *map(str, sums[:2]), f"{sums[1] / max(sums[0], 1):.1%}", *map(str, sums[2:])])
+    lines = [*new.splitlines()[:2], *(f"| {' | '.join(row)} |" for row in rows_and_all), "", "### Survivors"]
+    return "\n".join([*lines, *(f"\n**{name}**\n{sections[name]}" for name in sorted(sections))]) + "\n"
+
+
+def _rows(page: str) -> dict[str, list[str]]:
+    """Module → the cells of its row, the first of which is the name, with its mark."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
+    return {row[0].removesuffix(" §"): row for row in cells if row[0] != "module"}
+
+
+def _sections(page: str) -> dict[str, str]:
+    """Module → what is said of its survivors."""
+    found = re.findall(r"^\*\*([\w.]+)\*\*\n(.*?)(?=^\*\*[\w.]+\*\*$|\Z)", page, re.MULTILINE | re.DOTALL)
+    return {name: text.rstrip() for name, text in found}
 
 
 def main() -> int:

@@ -38,7 +38,7 @@
         ├── OtherRun                 409  this server holds another run
         ├── RunFull                  409  the run of peers has as many members as it may have
         ├── PlanMismatch             409  the run has another H, codec or number of fragments
-        │   └── OtherCodec               409  encoded as no plan of this run says: send it anew
+        │   └── OtherCodec               409  encoded with a codec of no plan of this run: send it again
         ├── ManifestMismatch         409  the run has another model
         ├── LengthRequired           411
         ├── TooLarge                 413  over a limit, named in the message

@@ -15,12 +15,16 @@ from __future__ import annotations
 from math import ceil
 from typing import Final
 
+from .defaults import PART_SIZE_BYTES
+
 FEWEST: Final = 4
 MOST: Final = 32
 UNMEASURED: Final = 8  # over a long link
 HEADROOM: Final = 2.0
 WINDOW_BYTES: Final = 512 << 10  # what one connection surely may have under way
 LONG_S: Final = 0.005  # a shorter round trip is the ends' own time as much as the link's
+PARTS: Final = 64  # of the largest contribution
+SMALLEST_PART_BYTES: Final = 1 << 20
 
 
 def lanes(bytes_per_s: float, round_trip_s: float) -> int:
@@ -39,4 +43,10 @@ def in_whole_rows(count: int, parts: int) -> int:
     return min(ceil(parts / rows), max(MOST, count)) if rows else count
 
 
-__all__ = ["FEWEST", "LONG_S", "MOST", "in_whole_rows", "lanes"]
+def part_size(largest_bytes: int) -> int:
+    """A power of two, by which the largest contribution has at most `PARTS` parts. Over a long link many travel at a
+    time, and the last of them should not travel alone for long; but each costs both ends a request."""
+    return min(max(1 << (-(-largest_bytes // PARTS) - 1).bit_length(), SMALLEST_PART_BYTES), PART_SIZE_BYTES)
+
+
+__all__ = ["FEWEST", "LONG_S", "MOST", "PARTS", "SMALLEST_PART_BYTES", "in_whole_rows", "lanes", "part_size"]

@@ -55,8 +55,8 @@ class Pool:
         spool_dir: str | None = None,
         memory: Callable[[int], memoryview] | None = None,
     ) -> None:
-        """`memory_bytes`: asked anew each time, if it depends on something that changes. `memory`: what makes rooms
-        that are not files; None = `private_memory`."""
+        """`memory_bytes`: a function if the limit can change; it is asked each time. `memory`: makes the rooms that
+        are not files; None = `private_memory`."""
         self._memory = memory or private_memory
         self._memory_bytes, self._spool_bytes = memory_bytes, spool_bytes
         # /tmp is often memory itself; /var/tmp is a disk.

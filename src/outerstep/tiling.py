@@ -114,7 +114,7 @@ class Cutout:
 
     @property
     def pieces(self) -> int:
-        """How often reading it begins anew: at each of its stretches, and every so many values of the tensor."""
+        """How often a reader must start again: at each stretch, and after every `READ_VALUES` values of the tensor."""
         return math.prod(n for n, _ in self.levels[:-2]) - 1 + (self.last - self.first) // READ_VALUES
 
     def stretches(self, start: int, stop: int) -> Iterator[Stretch]:

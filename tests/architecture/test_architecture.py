@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "versions": {"errors"},
     "digest": set(),
     "installing": set(),
-    "lanes": set(),
+    "lanes": {"defaults"},
     "ranges": set(),
     "schedule": set(),
     "screens": {"errors"},

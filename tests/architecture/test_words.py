@@ -10,7 +10,7 @@ import outerstep
 
 SOURCE = Path(outerstep.__file__).parent
 
-BANNED_FILE_NAMES = {
+NO_NAMES = {
     "begun",
     "books",
     "crew",
@@ -26,6 +26,7 @@ BANNED_FILE_NAMES = {
     "standing",
     "wholes",
 }
+"""Words that were names once, and told a reader nothing."""
 
 
 def classes() -> dict[str, list[str]]:
@@ -44,5 +45,12 @@ def test_every_class_name_has_one_meaning() -> None:
 
 
 def test_file_names_say_what_is_inside() -> None:
-    files = {file.relative_to(SOURCE).as_posix() for file in SOURCE.rglob("*.py") if file.stem in BANNED_FILE_NAMES}
+    files = {file.relative_to(SOURCE).as_posix() for file in SOURCE.rglob("*.py") if file.stem in NO_NAMES}
     assert not files, f"these names do not say what is inside: {sorted(files)}"
+
+
+def test_class_names_say_what_is_inside() -> None:
+    named = {
+        name: files for name, files in classes().items() if name.lower() in {name.replace("_", "") for name in NO_NAMES}
+    }
+    assert not named, f"these names do not say what is inside: {named}"

@@ -550,16 +550,26 @@ def test_three_workers_of_speeds_1_2_4_share_an_epoch_by_their_speeds(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "loaders"), [("ddp", 0), ("ddp", 2), ("fsdp2", 0)])
+@pytest.mark.parametrize(
+    ("kind", "loaders", "parts"),
+    [
+        ("ddp", 0, [[0], [1]]),
+        ("ddp", 2, [[0], [1]]),
+        ("fsdp2", 0, [[0], [1]]),
+        ("tp", 0, [[0, 1]]),
+        ("dp_tp", 2, [[0, 1], [2, 3]]),
+    ],
+)
 def test_the_ranks_of_a_group_share_each_unit_and_resume_at_the_exact_sample(
-    tmp_path: Path, kind: str, loaders: int
+    tmp_path: Path, kind: str, loaders: int, parts: list[list[int]]
 ) -> None:
+    """`parts`: the ranks that train the same samples, of each part of the units."""
     server = DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN)
     server.start()
     script = str(Path(__file__).parent / "leased_group_job.py")
     try:
         for life, die_at in enumerate((4, 3, 0)):
-            logs = [tmp_path / f"log-{life}-{rank}" for rank in range(2)]
+            logs = [tmp_path / f"log-{life}-{rank}" for rank in range(sum(map(len, parts)))]
             address = f"http://{server.address}"
             job = [script, kind, address, str(tmp_path), str(SAMPLES), "3", str(die_at), str(loaders)]
             group = Ranks(job, logs, settings={"OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys")})
@@ -567,13 +577,40 @@ def test_the_ranks_of_a_group_share_each_unit_and_resume_at_the_exact_sample(
                 codes = [process.wait(120) for process in group.processes]
             finally:
                 group.close()
-            assert codes == [9 if die_at else 0] * 2, "\n".join(log.read_text()[-3000:] for log in logs)
-        drawn = [[int(word) for word in (tmp_path / f"rank-{rank}.log").read_text().split()] for rank in range(2)]
-        assert len(drawn[0]) == len(drawn[1]) == SAMPLES // 2
-        assert sorted(drawn[0] + drawn[1]) == list(range(SAMPLES))
+            assert codes == [9 if die_at else 0] * len(logs), "\n".join(log.read_text()[-3000:] for log in logs)
+        drawn: list[list[int]] = []
+        for same in parts:
+            texts = {(tmp_path / f"rank-{rank}.log").read_text() for rank in same}
+            assert len(texts) == 1
+            drawn.append([int(word) for word in texts.pop().split()])
+        assert {len(samples) for samples in drawn} == {SAMPLES // len(parts)}
+        assert sorted(sample for part in drawn for sample in part) == list(range(SAMPLES))
+        counted = server.service.coordinator.fragments[0].done.samples
+        assert counted == SAMPLES, "samples that several ranks train count once"
         assert torch.equal(server.get_global_params()["cells"], torch.ones(SAMPLES))
         table = server.service.coordinator.leases.tables["train"]
         assert (table.done.total, table.repeated, table.spent.total) == (SAMPLES // 4, 0, 0)
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_a_job_whose_ranks_train_the_same_samples_must_say_so(tmp_path: Path) -> None:
+    script, server = (
+        str(Path(__file__).parent / "leased_group_job.py"),
+        DiLoCoServer(cells().state_dict(), 1, port=0, sync_every=3, insecure=True, host="127.0.0.1", **PLAIN),
+    )
+    server.start()
+    logs = [tmp_path / f"log-{rank}" for rank in range(2)]
+    try:
+        job = [script, "tp_unsaid", f"http://{server.address}", str(tmp_path), str(SAMPLES), "3", "0", "0"]
+        group = Ranks(job, logs, settings={"OUTERSTEP_IDENTITY_DIR": str(tmp_path / "keys")})
+        try:
+            assert all(process.wait(120) for process in group.processes)
+        finally:
+            group.close()
+        for log in logs:
+            assert "needs data_part=(i, n): this process trains part i of n" in log.read_text()
     finally:
         server.stop()
 

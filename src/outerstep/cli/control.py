@@ -63,8 +63,8 @@ def forget(
     dataset: Annotated[str, typer.Argument(metavar="DATASET", help="Its name, as `outerstep data` shows it.")],
     reason: Reason = "",
 ) -> None:
-    """Forget a leased dataset, though somebody said first, and wrongly, what it is. The next worker that asks says it
-    anew, and its data begins at the start."""
+    """Forget a leased dataset whose first description was wrong. The next worker that requests it describes it again,
+    and its data begins at the start."""
     _send(context, kind="forget", dataset=dataset, reason=reason)
 
 

@@ -21,8 +21,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ..errors import ConfigError
-from ..lanes import FEWEST
+from ..lanes import FEWEST, part_size
+from ..types import MOST_CARRIED_BYTES
 from .failures import Losses
+from .windows import Transfer, felt_s
 
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
@@ -64,15 +66,22 @@ def down_recipe(recipe: str) -> str:
 class Overheads:
     """What the two ends add to the link: measured with 103 million parameters, bf16 both ways, on two cores
     (docs/results/speed.md). `worker_s_per_parameter` is in the training thread, whatever the delay: difference,
-    encoding, adoption. `round_trips`: offer, parts, commit, poll, parts. `connections`: that parts travel on, each of
-    them idle since the exchange before; 0 = no slow start is counted."""
+    encoding, adoption. `round_trips`: offer, parts, commit, poll, parts. `carried_bytes`: a contribution of at most so
+    many travels with its offer, which saves parts and commit; an update with the answer to a poll, which saves parts.
+    `connections`: that parts travel on at a time, where there are so many; 0 = no slow start is counted."""
 
     worker_s_per_parameter: float = 2.0e-9
     worker_s_per_byte: float = 0.25e-9
     server_s_per_parameter: float = 1.8e-9
     server_s_per_byte: float = 0.6e-9
     round_trips: float = 5.0
+    carried_bytes: float = MOST_CARRIED_BYTES
     connections: float = 0.0
+
+    def trips(self, up_bytes: float, down_bytes: float) -> float:
+        """Of one fragment."""
+        saved = 2 * (up_bytes <= self.carried_bytes) + (down_bytes <= self.carried_bytes)
+        return max(self.round_trips - saved, 0.0)
 
     def with_servers(self, speed: float) -> Overheads:
         """With servers that are so many times as fast as the one that was measured."""
@@ -85,8 +94,7 @@ class Overheads:
 
 MEASURED: Final = Overheads()  # with rates that were measured: slow starts are in them
 NOMINAL: Final = Overheads(connections=FEWEST)  # with those that a line is said to have
-NONE: Final = Overheads(0.0, 0.0, 0.0, 0.0, 0.0)
-FIRST_WINDOW_BYTES: Final = 10 * 1460  # of a connection that was idle, as kernels have it
+NONE: Final = Overheads(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 # --- links and routes -------------------------------------------------------------------------------------------------
@@ -111,21 +119,6 @@ def achieved_bytes_per_s(capacity_bytes_per_s: float, round_trip_s: float, strea
     if round_trip_s <= 0.0:
         return capacity_bytes_per_s
     return min(capacity_bytes_per_s, streams * window_bytes / round_trip_s)
-
-
-def slow_start_s(size_bytes: float, s_per_byte: float, round_trip_s: float, connections: float) -> float:
-    """How much longer a transfer takes because its connections were idle: their windows, w bytes together, double each
-    round trip r until they fill the line, after n = ⌈log2(r / (w·s/byte))⌉ of them, or until all is sent.
-
-        n·r − w·(2ⁿ − 1)·(s/byte)
-    """
-    first = connections * FIRST_WINDOW_BYTES
-    if min(first, size_bytes, s_per_byte, round_trip_s) <= 0.0:
-        return 0.0
-    fills_after = math.ceil(math.log2(max(round_trip_s / (first * s_per_byte), 1.0)))
-    sent_after = math.ceil(math.log2(size_bytes / first + 1.0)) - 1
-    trips = max(min(fills_after, sent_after), 0)
-    return max(trips * round_trip_s - first * (2.0**trips - 1.0) * s_per_byte, 0.0)
 
 
 @dataclass(frozen=True)
@@ -209,19 +202,41 @@ def mesh_route(members: int, up_bytes_per_s: float, down_bytes_per_s: float, rou
 
 def exchange_s(
     parameters: float, codec: str, down_codec: str, route: RouteCost, members: int, overheads: Overheads = MEASURED
-) -> tuple[float, float]:
-    """(seconds per exchange of everything that bytes take, seconds that every exchange takes however small it is). The
-    first is divided among the fragments, the second is paid by each."""
+) -> float:
+    """What bytes take in an exchange of everything, on the line and at both ends."""
     up_bytes, down_bytes = parameters * bytes_per_value(codec), parameters * bytes_per_value(down_codec)
     moving = route.transfer_s(up_bytes, down_bytes, 0.0)
     worker = overheads.worker_s_per_byte * (up_bytes + down_bytes)
     server = members * overheads.server_s_per_byte * (up_bytes + down_bytes)
-    slow_starts = sum(
-        slow_start_s(size_bytes, s_per_byte, route.latency_s, overheads.connections)
+    return moving + worker + server + overheads.server_s_per_parameter * parameters
+
+
+def fragment_s(
+    parameters: float,
+    codec: str,
+    down_codec: str,
+    route: RouteCost,
+    members: int,
+    overheads: Overheads = MEASURED,
+    *,
+    num_fragments: int = 1,
+    between_s: float = math.inf,
+    hidden_s: float = 0.0,
+    slower: float = 1.0,
+) -> float:
+    """The exchange of one fragment: its share of the bytes' time, its round trips and its slow starts. `between_s`:
+    training between two of them, H/P·t; `hidden_s`: how much of that an exchange may take; `slower`: with exchanges
+    that take so many times as long."""
+    up_bytes = parameters * bytes_per_value(codec) / num_fragments
+    down_bytes = parameters * bytes_per_value(down_codec) / num_fragments
+    moving_s = exchange_s(parameters, codec, down_codec, route, members, overheads) / num_fragments
+    trip_s, most, part_bytes = slower * route.latency_s, overheads.connections, part_size(math.ceil(up_bytes))
+    up, down = (
+        Transfer.of(size_bytes, slower * s_per_byte, trip_s, most, part_bytes)
         for size_bytes, s_per_byte in ((up_bytes, route.up_s_per_byte), (down_bytes, route.down_s_per_byte))
     )
-    each = route.transfer_s(0.0, 0.0, overheads.round_trips) + slow_starts
-    return moving + worker + server + overheads.server_s_per_parameter * parameters, each
+    plain_s = slower * moving_s + overheads.trips(up_bytes, down_bytes) * trip_s
+    return felt_s(plain_s, up, down, trip_s=trip_s, between_s=between_s, hidden_s=hidden_s)
 
 
 @dataclass(frozen=True)

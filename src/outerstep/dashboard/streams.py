@@ -3,7 +3,7 @@
 A connection that asks for events is handed over by the HTTP server: it has no thread of its own, does not count among
 the port's connections, and the minimum-rate guard does not look at it. Its limits are here. There are `MOST_STREAMS` at
 a time. What is to be sent is rendered once, and the same bytes go to all. No send blocks: bytes that a reader does not
-take wait for it, up to `MOST_WAITING_BYTES` and for `PATIENCE_S`; then it is dropped, and its browser connects anew.
+take wait for it, up to `MOST_WAITING_BYTES` and for `PATIENCE_S`; then it is dropped, and its browser reconnects.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     data = outerstep.data.LeasedShards(shards, epochs=3)
     loader = outerstep.data.LeasedStream(shards, data, batch_size=32, num_workers=4)
 
-A dataset that is shuffled with a fixed seed yields the same each time, and so may be leased. One that a process draws
-anew each time may not.
+A dataset that is shuffled with a fixed seed yields the same each time, and so may be leased. One that is drawn again
+each time may not.
 
 In a loader's process such a dataset yields only the part of its rows that is meant for this process. A leased shard is
 this process's alone. So it is read by batches, which are not divided.

@@ -53,22 +53,56 @@ class _DrawnByRank0(msgspec.Struct, frozen=True):
     drawn: tuple[int, int] | None
 
 
+def agreed_part(
+    part: tuple[int, int] | None, ranks: Ranks | None, *, has_own_samples: bool
+) -> tuple[tuple[int, int], bool]:
+    """(i, n), and whether this process counts the samples: of those that train the same part, the lowest rank does.
+    `has_own_samples`: as far as can be seen, each process of the group trains samples of its own."""
+    if ranks is None:
+        if part not in (None, (0, 1)):
+            raise ConfigError(f"data_part is for the processes of a job, and this worker is one; leave out {part}")
+        return (0, 1), True
+
+    def own() -> tuple[int, int]:
+        if part is None and not has_own_samples:
+            raise ConfigError(
+                "leased data in a job that is cut by other means than FSDP2 (tensor-parallel, pipeline) needs "
+                "data_part=(i, n): this process trains part i of n of each unit. Processes that train the same samples "
+                "give the same i: (dp_mesh.get_local_rank(), dp_mesh.size()), or (0, 1) if all do"
+            )
+        return part or (ranks.rank, ranks.size)
+
+    told = ranks.gather(own, tuple[int, int])
+    count, parts = told[0][1], [index for index, _ in told]
+    if any(other != count for _, other in told) or set(parts) != set(range(count)):
+        raise ConfigError(
+            f"data_part must have one n in all processes, and each i from 0 to n - 1 in one at least, got {told}; give "
+            "each process its rank in the data-parallel mesh and the size of that"
+        )
+    return told[ranks.rank], parts.index(parts[ranks.rank]) == ranks.rank
+
+
 class LeasedData:
     """Of one worker. `datasets`: what its samplers are of; `ranks`: the processes of its group. Those train in step, so
-    they draw at the same points: rank 0 leases and draws, the others hear of it and train their parts of each unit."""
+    they draw at the same points: rank 0 leases and draws, the others hear of it and train their parts of each unit.
+    `part`: (i, n), this process trains part i of n of each unit; None = each of the group has a part of its own, which
+    must be so as far as can be seen (`has_own_samples`)."""
 
     def __init__(
         self,
         datasets: Sequence[Dataset],
         ranks: Ranks | None = None,
         tell: Callable[[Event], None] = lambda event: None,
+        part: tuple[int, int] | None = None,
+        *,
+        has_own_samples: bool = True,
     ) -> None:
         """`tell`: what members without a server have decided."""
         self.datasets, self._tell = tuple(datasets), tell
         self._ranks = ranks
-        self._part = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+        self._part, self._counts = agreed_part(part, ranks, has_own_samples=has_own_samples)
         self._members: SharesData | None = None  # those who hold the lease table together with this worker
-        self._work = LeasedWork(datasets, 1 if ranks is None else ranks.size)
+        self._work = LeasedWork(datasets, self._part[1])
         self._changed = threading.Condition()
         self._lessor: Lessor | None = None
         self._failure: OuterstepError | None = None
@@ -78,6 +112,11 @@ class LeasedData:
         self._heard_of, self._unheard = False, 0  # was anything delivered? And steps without, though it was drawn
         self._share: Callable[[int], int | None] = lambda ahead: None
         self._loops = {dataset.name: 0 for dataset in datasets}
+
+    @property
+    def parts(self) -> int:
+        """Into how many each unit is divided: so many processes train samples of their own."""
+        return self._part[1]
 
     # --- life -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +293,7 @@ class LeasedData:
             finished = self._work.stepped(time.monotonic())
             if finished:
                 self._changed.notify_all()
-            return samples, finished
+            return samples if self._counts else 0, finished
 
     def describe(self, units: Units) -> tuple[Trained, ...]:
         with self._changed:

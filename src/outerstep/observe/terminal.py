@@ -3,8 +3,8 @@
     logging.basicConfig(handlers=[make_handler(as_json=False)])
 
 Colours mean something: green is progress, yellow wants a look, red has gone wrong, bold is a name. NO_COLOR and
-TERM=dumb are respected (rich does), and nothing but plain lines goes into a file or a pipe. What is waited for is one
-line at the bottom that is written anew each second and gone when it is over.
+TERM=dumb are respected (rich does), and nothing but plain lines goes into a file or a pipe. A pending
+wait is one line at the bottom, which is rewritten each second and disappears at the end.
 """
 
 from __future__ import annotations

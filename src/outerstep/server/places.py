@@ -45,8 +45,8 @@ BlockWork = Callable[[Block, Tensor], Any]
 
 @dataclass(frozen=True)
 class Pass:
-    """One way through all blocks of a fragment: `work` for each, in a room for `rows` blocks; then `seal`, in their
-    order, with what came of it. `touched`: what of the memory `work` changes in a block, besides what it fills anew."""
+    """One pass over all blocks of a fragment: `work` on each, with scratch memory for `rows` blocks, then `seal` in the
+    order of the blocks, with the results. `touched`: the memory that `work` changes in place in a block."""
 
     work: BlockWork
     seal: Callable[[Block, Any], None] = lambda block, made: None

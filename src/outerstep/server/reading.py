@@ -54,7 +54,7 @@ RETRY_S = 5.0
 ROUND_HEADER = "Outerstep-Round"
 VERSIONS_HEADER = "Outerstep-Versions"
 
-# What a stranger with a token to read may have of the files beside the model. Others may lie there too.
+# The files beside the model that a stranger with a read token may have. The folder may contain others.
 SHARED_FILES = frozenset(
     {
         *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),

@@ -26,8 +26,8 @@ from ..coordination.server.rounds import Fragment
 from ..core.codecs.recipe import Recipe
 from ..core.delayed import DelayedNesterov
 from ..core.fragments import FragmentManager, check_cycle
-from ..defaults import PART_SIZE_BYTES
 from ..errors import ConfigError, PlanMismatch
+from ..lanes import part_size
 from ..observe.status import AboveStatus
 from ..pool import private_memory
 from ..threads import ThreadTeam, process_team
@@ -40,9 +40,6 @@ from .saved import ServerState
 from .store import SLACK_BYTES, FragmentStore, Shelf, rule_of
 
 log = logging.getLogger(__name__)
-
-SMALLEST_PART_BYTES = 1 << 20
-PARTS = 64  # of the largest contribution
 
 
 def read_codecs(up: str, down: str) -> tuple[Recipe, Recipe]:
@@ -87,7 +84,7 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest, named: S
         codec=codec.name,
         down_codec=down_codec.name,
         fragments=tuple(tuple(names) for names in fragments),
-        part_size_bytes=config.part_size_bytes or part_size(manifest, fragments, codec),
+        part_size_bytes=config.part_size_bytes or part_size(largest_contribution(manifest, fragments, codec)),
         max_staleness=config.rules.max_staleness,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
         round_deadline_s=UNSET if config.round_deadline_s is None else config.round_deadline_s,
@@ -101,12 +98,10 @@ def draw_up(config: ServerConfig, settled: Settled, manifest: Manifest, named: S
     )
 
 
-def part_size(manifest: Manifest, fragments: Sequence[Sequence[str]], codec: Recipe) -> int:
-    """A power of two, by which the largest contribution has at most `PARTS` parts. Over a long link many travel at a
-    time, and the last of them should not travel alone for long; but each costs both ends a request."""
+def largest_contribution(manifest: Manifest, fragments: Sequence[Sequence[str]], codec: Recipe) -> int:
+    """In bytes, of one fragment."""
     sizes = {spec.name: codec.codec(spec).encoded_bytes(spec.numel) for spec in manifest.parameters}
-    largest = max((sum(sizes[name] for name in names) for names in fragments), default=0)
-    return min(max(1 << (-(-largest // PARTS) - 1).bit_length(), SMALLEST_PART_BYTES), PART_SIZE_BYTES)
+    return max((sum(sizes[name] for name in names) for names in fragments), default=0)
 
 
 def check_room(config: ServerConfig, plan: Plan, manifest: Manifest) -> None:

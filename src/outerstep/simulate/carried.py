@@ -34,7 +34,19 @@ from ..coordination.worker.effects import (
     Sight,
     StartOver,
 )
-from ..coordination.worker.exchange import Exchange, Held, OrderInbox, Outcome, Patience, Sending, Session, Share
+from ..coordination.worker.exchange import (
+    Exchange,
+    Held,
+    OrderInbox,
+    Outcome,
+    Patience,
+    Sending,
+    Session,
+    Share,
+    lost_late,
+    sent_along,
+    stays_late,
+)
 from ..coordination.worker.machine import LOOK_EVERY_S, WorkerMachine
 from ..errors import Fenced, Kicked, OuterstepError
 from ..types import PROTOCOL_VERSION, Agreement, Answer, Join, JoinAnswer, Offer, Participant, Plan
@@ -343,7 +355,7 @@ class CarriedWorker(Generic[Steps]):
         assert sent is not None
         if fragment.exchange is not None:
             self._drop(fragment.exchange)
-        earlier = late if late is not None and late.offer.key != sent.offer.key else None
+        earlier = sent_along(late, sent.offer)
         exchange = self._ask(index, after=sent.offer.base_version, sent=sent, earlier=earlier, last=last)
         assert exchange.outbox.own is not None
         sent.sending = exchange.outbox.own
@@ -425,12 +437,12 @@ class CarriedWorker(Generic[Steps]):
         """What is known for good now: of the contribution before, and of this one unless it is late. Returns the steps
         of a late one that does not count after all."""
         late, fragment.late = fragment.late, None
-        is_this = late is not None and late.offer.key == sent.offer.key
-        if late is not None and not is_this and not (late.reopened and outcome.earlier_lost):
+        earlier, lost = sent_along(late, sent.offer), lost_late(late, sent, outcome)
+        if earlier is not None and not (earlier.reopened and lost is earlier):
             # (One that an earlier start sent may be called lost though it counts: to the server it is somebody else's.)
-            self._tell(late, counted=not outcome.earlier_lost)
-        if outcome.counted_in > outcome.agreement.version:
-            fragment.late = sent  # kept until it is confirmed: a restarted server has forgotten it
+            self._tell(earlier, counted=lost is None)
+        if stays_late(outcome.counted_in, outcome.agreement.version):
+            fragment.late = sent
         else:
             self._tell(sent, counted=outcome.counted)
-        return late.steps if late is not None and outcome.late_is_lost(is_own=is_this) else None
+        return lost.steps if lost is not None else None

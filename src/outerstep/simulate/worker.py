@@ -17,10 +17,10 @@ from typing import Any
 from msgspec import UNSET
 
 from ..coordination.worker.effects import Adopt, Carry, Keep, Mix, Move, Note, PutOff, Rebase, Send
-from ..coordination.worker.exchange import Exchange, Outcome, Patience, Share
+from ..coordination.worker.exchange import Exchange, Outcome, Patience, Share, is_evicted
 from ..coordination.worker.machine import Metrics, Offline, WorkerMachine, WorkerState
 from ..digest import part_hash
-from ..errors import Fenced, Kicked, OuterstepError, UnknownWorker
+from ..errors import Fenced, Kicked, OuterstepError
 from ..types import Agreement, Answer, Heartbeat, HeartbeatAnswer, Leave, LeaveAnswer, Offer, Trained
 from .agenda import Agenda
 from .carried import CarriedFragment, CarriedWorker, Joined, SimResult, SimSent
@@ -93,7 +93,7 @@ class SimWorker(CarriedWorker[Named]):
         self._begin_data()
         self._carrier = SimCarrier(self._link, agenda, network, server, history, self._soon)
         self._asked_to_leave = self._is_training = self._is_changed = False
-        self._drain = self._may_abandon = False
+        self._drain = self._may_abandon = self._said_goodbye = False
         self._told = 0  # how many steps the machine said that it gave up
         if saved is None:
             self._fetch(0)
@@ -353,6 +353,7 @@ class SimWorker(CarriedWorker[Named]):
         """As `Depart` says. Nobody looks at the weights of a worker that has left."""
 
     def _goodbye(self) -> None:
+        self._said_goodbye = True
         if not self.left:
             for i, fragment in enumerate(self.fragments if self._may_abandon else ()):
                 late = fragment.late.steps if fragment.late is not None else []
@@ -380,7 +381,7 @@ class SimWorker(CarriedWorker[Named]):
         self._soon(self._scenario.heartbeat_every_s, self._heartbeat)
 
     def _ordered(self, answer: Answer | OuterstepError, acknowledged: tuple[int, ...]) -> None:
-        if isinstance(answer, UnknownWorker) and not self._is_leaving:
+        if is_evicted(answer, has_left=self._said_goodbye):
             self._carrier.fire(self._session.join_request, self._rejoined)
         if isinstance(answer, HeartbeatAnswer):
             self._inbox.heard(answer, acknowledged)

@@ -1,7 +1,7 @@
 """How members without a server stand to the layer above that they are one worker of: the same on each of them.
 
 It is compared with their anchors, healed with them and saved with them. A move from above that is in it by its serial
-number is in T; whoever leads next makes any other again (hierarchy/below.py).
+number is in T; the next leader repeats any other move (hierarchy/below.py).
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ class HttpTransport:
     `relay`: through the server there, which passes the bytes on (relay.py); it sees TLS and nothing else. A join string
     with several addresses: the first that answers with the right certificate, and another one if that one is gone.
 
-    `protocol`: the highest that both ends speak, as far as is known; ours, before the first answer. Each answer says it
-    anew, for the other end may be restarted as another version.
+    `protocol`: the highest that both ends speak, as far as is known; ours, before the first answer. Each answer names
+    it again, because the other end may be restarted as another version.
     """
 
     def __init__(

@@ -43,14 +43,15 @@ def attach(
     event_sink: EventSink | None = None,
     on_round: RoundObserver | None = None,
     data: Leased | Sequence[Leased] = (),
+    data_part: tuple[int, int] | None = None,
     state: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> DiLoCoWorker:
     """`with outerstep.attach(model, optimizer): …` joins the server that the environment names.
 
     Keywords (the fields of `WorkerConfig`) win over the environment (DILOCO_*, OUTERSTEP_*), that over the [worker]
-    table of outerstep.toml; what nobody says follows the run's plan. `event_sink`, `on_round`, `data`: as for
-    `DiLoCoWorker`.
+    table of outerstep.toml; what nobody says follows the run's plan. `event_sink`, `on_round`, `data`,
+    `data_part`: as for `DiLoCoWorker`.
     `state`: what `worker.state_dict()` gave, of the checkpoint that model and optimizer were loaded from.
     """
     given = None if isinstance(topology, str) else topology
@@ -76,7 +77,9 @@ def attach(
     with naming_sources(found):
         values = values_of(config)
         values["topology"] = given or values["topology"]
-        worker = DiLoCoWorker(model, optimizer, event_sink=event_sink, on_round=on_round, data=data, **values)
+        worker = DiLoCoWorker(
+            model, optimizer, event_sink=event_sink, on_round=on_round, data=data, data_part=data_part, **values
+        )
     if state is not None:
         worker.load_state_dict(state)
     return worker

@@ -93,16 +93,17 @@ class Replica:
         self.shards = Shards(1, 0, frozenset())
         self._reshard: Callable[[], None] = lambda: None
         if dist.is_available() and dist.is_initialized():
-            from .shards import Locals, find_shards, reshard
+            from .shards import Locals, find_shards, is_data_parallel, reshard
 
             self._reshard = partial(reshard, model)
             self._reshard()  # so that the model holds the same parameters as the optimizer
             tensors, self.manifest = describe(model, buffers)
             self.shards = find_shards(model, tensors)
+            self.is_data_parallel = is_data_parallel(model, self.shards)
             self.tensors: Mapping[str, Tensor] = Locals(tensors)
         else:
             tensors, self.manifest = describe(model, buffers)
-            self.tensors = tensors
+            self.tensors, self.is_data_parallel = tensors, True
         self._ids = {name: id(tensor) for name, tensor in tensors.items()}
         on_meta = next((name for name, p in self.tensors.items() if p.is_meta), None)
         if on_meta is not None:

@@ -55,6 +55,13 @@ def find_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> Shards:
     return Shards(sections, section, frozenset(sharded), places=places)
 
 
+def is_data_parallel(model: nn.Module, shards: Shards) -> bool:
+    """As far as can be seen: does each process of the job train samples of its own, as DDP and FSDP2 do? (Rows without
+    FSDP2 are those of a tensor-parallel job, whose processes train the same samples.)"""
+    is_whole = shards.by_rows and shards.sections == 1
+    return is_whole or (shards.by_rows and any(isinstance(module, FSDPModule) for module in model.modules()))
+
+
 NOT_BY_ROWS = (0, 0)
 
 

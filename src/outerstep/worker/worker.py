@@ -40,7 +40,7 @@ from ..observe.sinks import METRICS_FILE, MetricsFile
 from ..observe.story import Story
 from ..schedule import due_fragment
 from ..topology.protocol import Divided, LossTeller, Orders, Topology, Tracked, WorkerControl
-from ..types import MemberFacts, Plan, Trained, assignment_of
+from ..types import Dataset, MemberFacts, Plan, Trained, assignment_of
 from . import saved
 from .advice import Advice, AdviceObserver
 from .connect import connect, find_ranks, make_identity
@@ -90,12 +90,14 @@ class DiLoCoWorker:
         event_sink: EventSink | None = None,
         on_round: RoundObserver | None = None,
         data: Leased | Sequence[Leased] = (),
+        data_part: tuple[int, int] | None = None,
         **settings: Any,
     ) -> None:
         """`event_sink` gets each event (events.py), `on_round` the report of each round. `data`: samplers of what the
-        run leases to this worker (outerstep.data). `stateful`: what a worker that replaces another must know too, by
-        name: a scheduler, a sampler, anything with state_dict() and load_state_dict(). Only where workers heal from
-        each other (docs/concepts/torchft.md)."""
+        run leases to this worker (outerstep.data). `data_part`: (i, n), this process trains part i of n of that, in
+        jobs in which several train the same samples (tensor-parallel, pipeline). `stateful`: what a worker that
+        replaces another must know too, by name: a scheduler, a sampler, anything with state_dict() and
+        load_state_dict(). Only where workers heal from each other (docs/concepts/torchft.md)."""
         note_attached()
         given = None if isinstance(topology, str) else topology
         if given is not None:
@@ -138,7 +140,7 @@ class DiLoCoWorker:
         self._sync: Synchronizer | None = None
         self._watch: OutsideWatch | None = None
         leased = (data,) if isinstance(data, Leased) else tuple(data)
-        self._data = LeasedData([one.spec for one in leased], ranks, self._events) if leased else None
+        self._data = self._lease([one.spec for one in leased], data_part) if leased else None
         for one in leased:
             one.belongs_to(self._data)
         self._counts_samples = False  # the script does; else those of leased data are counted as they come
@@ -625,13 +627,18 @@ class DiLoCoWorker:
         batch_size = 0 if self._sync is None else self._sync.watching.batch_size
         return MemberFacts(batch_size=max(size * batch_size, 0), size=size)
 
+    def _lease(self, datasets: Sequence[Dataset], part: tuple[int, int] | None) -> LeasedData:
+        has_own = self._replica.is_data_parallel and not isinstance(self._topology, Divided)
+        return LeasedData(datasets, self._ranks, self._events, part, has_own_samples=has_own)
+
     def _share(self, ahead: int) -> int | None:
         """Of the run's global batch: the samples of a step of this process. So many lie between it and the next one."""
         mine = assignment_of(self._started.machine.plan, self.worker_id)
         if mine is None:
             return None
-        cycle, ranks = self._started.machine.state.cycle, 1 if self._ranks is None else self._ranks.size
-        return -(-mine.batch_of((cycle.step + ahead) % cycle.sync_every) // ranks)
+        assert self._data is not None
+        cycle = self._started.machine.state.cycle
+        return -(-mine.batch_of((cycle.step + ahead) % cycle.sync_every) // self._data.parts)
 
     def _asked_to_leave(self, exchanged: bool) -> str:
         """Has a signal said so? The processes of a group leave at the same step, so there it is asked where all of them

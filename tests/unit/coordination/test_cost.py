@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from outerstep.coordination.cost import (
     BYTES_PER_VALUE,
-    FIRST_WINDOW_BYTES,
     MEASURED,
     NOMINAL,
     NONE,
@@ -21,12 +21,12 @@ from outerstep.coordination.cost import (
     bytes_per_value,
     down_recipe,
     exchange_s,
+    fragment_s,
     hidden_s,
     ring_s,
     round_cost,
     rounds_of,
     route_cost,
-    slow_start_s,
     split_target,
     star,
     total_utilization,
@@ -34,6 +34,7 @@ from outerstep.coordination.cost import (
 from outerstep.core import codecs
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.errors import ConfigError
+from outerstep.types import MOST_CARRIED_BYTES
 
 GBIT = 1e9 / 8
 MB = 1e6
@@ -69,24 +70,32 @@ def test_the_published_table_of_utilizations(
     """H = 500, one second a step, bf16, 1 Gbit/s. The published table counts one direction; with the way back the same
     model gives less."""
     one_way = RouteCost(1.0 / GBIT, 0.0, 0.0)
-    moving, each = exchange_s(parameters, "bf16", "bf16", one_way, 1, NONE)
-    made = round_cost(compute_s=500.0, hidden_s=0.0, num_fragments=1, fragment_s=moving + each)
+    travels_s = fragment_s(parameters, "bf16", "bf16", one_way, 1, NONE)
+    made = round_cost(compute_s=500.0, hidden_s=0.0, num_fragments=1, fragment_s=travels_s)
     assert made.waiting_s == pytest.approx(seconds)
     assert round(100 * made.utilization, 1 if percent == 99.5 else 0) == percent
     there_and_back = RouteCost(1.0 / GBIT, 1.0 / GBIT, 0.0)
-    moving, each = exchange_s(parameters, "bf16", "bf16", there_and_back, 1, NONE)
-    made = round_cost(compute_s=500.0, hidden_s=0.0, num_fragments=1, fragment_s=moving + each)
+    travels_s = fragment_s(parameters, "bf16", "bf16", there_and_back, 1, NONE)
+    made = round_cost(compute_s=500.0, hidden_s=0.0, num_fragments=1, fragment_s=travels_s)
     assert round(100 * made.utilization) == both_ways
 
 
 def _waiting(num_fragments: int, delay: int, overheads: Overheads = MEASURED) -> float:
     """docs/concepts/streaming.md: 6.3M parameters, bf16 up and fp32 down, 50 ms a step, H = 240, 100 Mbit/s, 50 ms."""
     lines = {ends: Line(0.1 * GBIT, 0.025) for ends in (("a", "s"), ("s", "a"), ("b", "s"), ("s", "b"))}
-    moving, each = exchange_s(6.3e6, "bf16", "fp32", route_cost(star("ab", "s"), lines, "s"), 2, overheads)
     hidden = hidden_s(240, num_fragments, delay, 0.05)
-    made = round_cost(
-        compute_s=12.0, hidden_s=hidden, num_fragments=num_fragments, fragment_s=moving / num_fragments + each
+    travels_s = fragment_s(
+        6.3e6,
+        "bf16",
+        "fp32",
+        route_cost(star("ab", "s"), lines, "s"),
+        2,
+        overheads,
+        num_fragments=num_fragments,
+        between_s=12.0 / num_fragments,
+        hidden_s=hidden,
     )
+    made = round_cost(compute_s=12.0, hidden_s=hidden, num_fragments=num_fragments, fragment_s=travels_s)
     return 1.0 - made.utilization
 
 
@@ -101,25 +110,20 @@ def test_what_was_measured_over_an_emulated_link() -> None:
     assert _waiting(4, 50, NOMINAL) < 0.005
 
 
-def test_a_slow_start_takes_as_long_as_a_line_that_fills_step_by_step() -> None:
-    """Counted burst by burst: a window of w, then of 2w, … each after a round trip, until the line is full."""
-    s_per_byte, trip_s, window = 1.0 / (50 * MB), 0.1, 4 * FIRST_WINDOW_BYTES
-    now_s, left, size = 0.0, 210.0 * MB, 210.0 * MB
-    while window * s_per_byte < trip_s:
-        left -= window
-        window *= 2
-        now_s += trip_s
-    slow_s = now_s + left * s_per_byte
-    lost_s = slow_start_s(size, s_per_byte, trip_s, 4)
-    assert lost_s == pytest.approx(slow_s - size * s_per_byte)
-    assert 0.4 < lost_s < 0.7  # docs/results/speed.md: about half a second at 100 ms
+def test_a_small_fragment_takes_two_round_trips() -> None:
+    """What travels with its offer, and with the answer to a poll, takes no requests of its own."""
+    route, ends = RouteCost(0.0, 0.0, 1.0), replace(NONE, round_trips=5.0, carried_bytes=1000.0)
+    trips = {n: fragment_s(n, "fp32", "bf16", route, 1, ends) for n in (250, 251, 500, 501)}
+    assert trips == {250: 2.0, 251: 4.0, 500: 4.0, 501: 5.0}
+    assert fragment_s(1000, "fp32", "bf16", route, 1, ends, num_fragments=4) == 2.0
+    assert MEASURED.carried_bytes == MOST_CARRIED_BYTES
 
 
-def test_a_small_transfer_has_no_slow_start_and_none_is_counted_without_connections() -> None:
-    assert slow_start_s(4.0 * FIRST_WINDOW_BYTES, 1e-8, 0.1, 4) == 0.0
-    assert slow_start_s(1e9, 1e-8, 0.1, 0) == 0.0
-    assert slow_start_s(1e9, 1e-8, 0.0, 4) == 0.0
-    assert 0.0 < slow_start_s(20.0 * FIRST_WINDOW_BYTES, 1e-9, 0.1, 4) < slow_start_s(1e9, 1e-9, 0.1, 4)
+def test_nothing_slow_is_counted_of_rates_that_were_measured() -> None:
+    route = RouteCost(1e-6, 1e-6, 0.1)
+    bytes_s = exchange_s(1e6, "bf16", "bf16", route, 1, MEASURED)
+    assert fragment_s(1e6, "bf16", "bf16", route, 1, MEASURED) == pytest.approx(bytes_s + 5 * 0.1)
+    assert fragment_s(1e6, "bf16", "bf16", route, 1, NOMINAL) > bytes_s + 5 * 0.1 + 0.1
 
 
 @pytest.mark.parametrize(("streams", "measured_mbit"), [(1, 25), (4, 101), (8, 171)])
@@ -187,9 +191,9 @@ def test_more_of_anything_never_makes_it_cheaper() -> None:
     for _ in range(300):
         route = RouteCost(rng.uniform(0, 1e-6), rng.uniform(0, 1e-6), rng.uniform(0, 0.2))
         small, members = rng.uniform(1, 1e9), rng.randint(1, 9)
-        time = [sum(exchange_s(n, "int8", "int8", route, members)) for n in (small, 2 * small)]
-        more = sum(exchange_s(small, "int8", "int8", route, members + 1, MEASURED))
+        time = [fragment_s(n, "int8", "int8", route, members) for n in (small, 2 * small)]
+        more = fragment_s(small, "int8", "int8", route, members + 1, MEASURED)
         assert 0.0 < time[0] < time[1] < math.inf
         assert time[0] < more
-        sizes = [sum(exchange_s(small, codec, codec, route, members)) for codec in ("int4", "int8", "bf16", "fp32")]
+        sizes = [fragment_s(small, codec, codec, route, members) for codec in ("int4", "int8", "bf16", "fp32")]
         assert sizes == sorted(sizes)

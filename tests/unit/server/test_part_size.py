@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from outerstep.core.codecs.recipe import Recipe
 from outerstep.defaults import PART_SIZE_BYTES
+from outerstep.lanes import PARTS, SMALLEST_PART_BYTES, part_size
 from outerstep.server import DiLoCoServer
-from outerstep.server.run import PARTS, SMALLEST_PART_BYTES, part_size
+from outerstep.server.run import largest_contribution
 from outerstep.types import Manifest, ParameterSpec, Wishes
 from support import Ledger, memory_topology
 
@@ -22,7 +23,7 @@ def manifest(*numels: int) -> Manifest:
 
 @given(numel=st.integers(0, 4_000_000_000))
 def test_the_largest_contribution_has_at_most_so_many_parts_unless_they_would_be_too_large(numel: int) -> None:
-    size = part_size(manifest(numel), [["p0"]], Recipe.parse("bf16"))
+    size = part_size(largest_contribution(manifest(numel), [["p0"]], Recipe.parse("bf16")))
     assert SMALLEST_PART_BYTES <= size <= PART_SIZE_BYTES
     assert size & (size - 1) == 0
     assert size == PART_SIZE_BYTES or 2 * numel <= PARTS * size
@@ -32,7 +33,7 @@ def test_the_largest_contribution_has_at_most_so_many_parts_unless_they_would_be
 @pytest.mark.parametrize(("codec", "expected"), [("fp32", 8 << 20), ("bf16", 4 << 20), ("int4", 1 << 20)])
 def test_it_is_the_encoded_size_of_the_largest_fragment_that_counts(codec: str, expected: int) -> None:
     made = manifest(100_000_000, 1_000_000)
-    assert part_size(made, [["p0"], ["p1"]], Recipe.parse(codec)) == expected
+    assert part_size(largest_contribution(made, [["p0"], ["p1"]], Recipe.parse(codec))) == expected
 
 
 @pytest.mark.parametrize(("said", "expected"), [(None, SMALLEST_PART_BYTES), (128, 128)])

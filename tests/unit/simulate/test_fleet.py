@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outerstep.coordination.cost import Line
+from outerstep.coordination.cost import NOMINAL, Line
 from outerstep.coordination.failures import Failures
 from outerstep.coordination.planning import Choice
 from outerstep.coordination.server.coordinator import Coordinator
@@ -153,6 +153,26 @@ def test_the_time_of_an_exchange_is_that_of_the_planner() -> None:
     assert trained / (trained + report.seconds["waiting"] + report.own_s) == pytest.approx(
         planned.utilization, abs=0.01
     )
+
+
+@pytest.mark.parametrize(
+    ("codec", "fragments", "delay", "mbit", "trip_ms"),
+    [("bf16", 4, 5, 15, 100), ("bf16", 4, 5, 30, 50), ("int4", 1, 0, 15, 100)],
+)
+def test_fragments_that_follow_each_other_wait_as_planned(
+    codec: str, fragments: int, delay: int, mbit: int, trip_ms: int
+) -> None:
+    """Of a part or two, over links on which slow starts and round trips are most of an exchange."""
+    one = (FleetClusters("one", 1, 1, mbit * MBIT, mbit * MBIT, trip_ms / 1e3, 0.1),)
+    how = LayerSetting(25, codec, fragments, delay)
+    choice = Choice(25, codec, fragments, delay)
+    scenario = fleet(clusters=one, across=how, failures=Failures(), hours=0.1, parameters=2_102_496)
+    planned = recommended(
+        2_102_496, one, choice, NOMINAL, server_in_bytes_per_s=0.0, server_out_bytes_per_s=0.0, target=0.95
+    )
+    report = kept(run_fleet(scenario))
+    trained = report.seconds["training"] - report.own_s
+    assert trained / (trained + report.seconds["waiting"] + report.own_s) == pytest.approx(planned.utilization, rel=0.1)
 
 
 def test_faster_servers_wait_less() -> None:

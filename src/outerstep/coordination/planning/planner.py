@@ -270,6 +270,7 @@ def _of_a_peer(overheads: Overheads, topology: Topology, members: int, round_tri
     return replace_core(
         overheads,
         round_trips=min(round_trips, overheads.round_trips),
+        carried_bytes=0.0,
         server_s_per_byte=share * overheads.server_s_per_byte,
     )
 

@@ -33,7 +33,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypedDict
+from typing import Protocol, TypedDict, TypeVar
 
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
@@ -193,6 +193,12 @@ class OrderInbox:
         return asked
 
 
+def is_evicted(answer: object, *, has_left: bool) -> bool:
+    """Has the server given up a worker that has not left? Then the worker joins again. (The heartbeat of one that has
+    said goodbye may arrive after that.)"""
+    return isinstance(answer, UnknownWorker) and not has_left
+
+
 def _with(asked: Orders, command: Command) -> Orders:
     if command.kind == "lead":
         return dataclasses.replace(asked, leader=command.leader or asked.leader)
@@ -334,9 +340,35 @@ class Outcome:
     counted_in: int = 0
     earlier_lost: bool = False
 
-    def late_is_lost(self, *, is_own: bool) -> bool:
-        """Does a late contribution that was said to count not do so? It is the exchange's own, or the earlier one."""
-        return not self.counted if is_own else self.earlier_lost
+
+class Shipped(Protocol):
+    """A contribution, as its sender keeps it. `sending` None: this process sends none of it."""
+
+    @property
+    def sending(self) -> Sending | None: ...
+
+
+Kept = TypeVar("Kept", bound=Shipped)
+
+
+def sent_along(late: Kept | None, offer: Offer) -> Kept | None:
+    """The late contribution that goes along with this offer as `earlier`, if there is another than the offer's own."""
+    is_another = late is not None and late.sending is not None and late.sending.offer.key != offer.key
+    return late if is_another else None
+
+
+def lost_late(late: Kept | None, own: Shipped, outcome: Outcome) -> Kept | None:
+    """The late contribution, if it was said to count and does not after all. `own`: what this exchange was for, which
+    may be the late one itself, asked about again."""
+    if late is None or late.sending is None or own.sending is None:
+        return None
+    is_own = late.sending.offer.key == own.sending.offer.key
+    return late if (not outcome.counted if is_own else outcome.earlier_lost) else None
+
+
+def stays_late(counted_in: int, version: int) -> bool:
+    """Does it count in a round after the agreement in hand? Then it is kept until an agreement holds it."""
+    return counted_in > version
 
 
 # --- what comes down --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...coordination.cost import slow_start_s
+from ...coordination.windows import Transfer, Windows
 
 
 class BookedLine:
@@ -27,11 +27,23 @@ class BookedLine:
         return cls(1.0 / bytes_per_s if bytes_per_s > 0.0 else 0.0)
 
 
-def book(lines: Sequence[BookedLine], now: float, size_bytes: int, round_trip_s: float, connections: float) -> float:
+def book(
+    lines: Sequence[BookedLine],
+    now: float,
+    size_bytes: int,
+    round_trip_s: float,
+    connections: float,
+    part_bytes: int,
+    windows: Windows,
+) -> float:
     """The moment at which the last of so many bytes, sent from now on, has left the last line."""
     end, slowest = now, 0.0
     for line in lines:
         line.free_at = max(line.free_at, now) + size_bytes * line.s_per_byte
         line.carried_bytes += size_bytes
         end, slowest = max(end, line.free_at), max(slowest, line.s_per_byte)
-    return end + slow_start_s(size_bytes, slowest, round_trip_s, connections)
+    if connections:
+        transfer = Transfer.of(size_bytes, slowest, round_trip_s, connections, part_bytes)
+        end += windows.closed_share(now) * transfer.slow_s
+        windows.ended(end)
+    return end

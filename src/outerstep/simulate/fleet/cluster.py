@@ -17,7 +17,7 @@ from ...ranges import Ranges
 from ..agenda import Agenda
 from ..carried_leader import CarriedLeader, CarriedUpward, Then
 from .ledger import NOTHING, LayerLedger
-from .member import Clocks, FleetMember, Seat
+from .member import Clocks, FleetHost, FleetMember
 from .server import RECORD_S, FleetServer
 
 
@@ -33,7 +33,7 @@ class FleetUpward(CarriedUpward[Ranges], FleetMember):
     """The cluster, to the top. Its steps are rounds."""
 
     def __init__(
-        self, leader: FleetLeader, seat: Seat, top: FleetServer, agenda: Agenda, rng: random.Random, clocks: Clocks
+        self, leader: FleetLeader, seat: FleetHost, top: FleetServer, agenda: Agenda, rng: random.Random, clocks: Clocks
     ) -> None:
         self._led_by(leader)
         FleetMember.__init__(self, seat, 1, top, agenda, rng, clocks)
@@ -69,7 +69,7 @@ class FleetLeader(CarriedLeader[ClusterHolding]):
 
     def __init__(
         self,
-        seat: Seat,
+        seat: FleetHost,
         below: FleetServer,
         top: FleetServer,
         agenda: Agenda,

@@ -69,8 +69,8 @@ class Clocks:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What stays when a worker is restarted: its machine, its lines and its ways."""
+class FleetHost:
+    """The computer of a worker, which stays when its process is restarted: its speed, its lines and its ways."""
 
     number: int
     name: str
@@ -95,7 +95,7 @@ class FleetFragment(CarriedFragment[Ranges]):
 class FleetMember(CarriedWorker[Ranges]):
     def __init__(
         self,
-        seat: Seat,
+        seat: FleetHost,
         start: int,
         server: FleetServer,
         agenda: Agenda,
@@ -114,6 +114,7 @@ class FleetMember(CarriedWorker[Ranges]):
         self.on_left: Callable[[], None] = lambda: None
         self.fragments: list[FleetFragment] = [FleetFragment() for _ in range(server.terms.setting.num_fragments)]
         self._carrying: Counter[int] = Counter()  # parts on the lines, by fragment
+        self._up, self._down = server.windows_up(), server.windows_down()
         self._doing: Doing | None = None
         self._since = agenda.now
         self._began = self._own_until = agenda.now  # this stretch of training; and when its own arithmetic ends
@@ -356,20 +357,22 @@ class FleetMember(CarriedWorker[Ranges]):
         """There and back again, each way as long as the lines take."""
         seat, server, agenda = self.seat, self.server, self._agenda
         half_s, overheads = seat.round_trip_s / 2, seat.overheads
-        arrives, size_bytes = agenda.now, 0
+        arrives, size_bytes, part_bytes = agenda.now, 0, server.part_bytes
+        self._up.touched(agenda.now)
         if parcel is not None:
             size_bytes = server.up_bytes
             leaves = agenda.now + overheads.worker_s_per_byte * size_bytes
             lines = (*seat.lines_up, *server.lines_in)
-            arrives = book(lines, leaves, size_bytes, seat.round_trip_s, overheads.connections)
+            arrives = book(lines, leaves, size_bytes, seat.round_trip_s, overheads.connections, part_bytes, self._up)
             if isinstance(request, PutPart):
                 server.reading(request.key, 1)
 
         def reply(answer: Answer | Refused, down_bytes: int) -> None:
             done = agenda.now
+            self._down.touched(done)
             if down_bytes:
                 lines = (*server.lines_out, *seat.lines_down)
-                done = book(lines, done, down_bytes, seat.round_trip_s, overheads.connections)
+                done = book(lines, done, down_bytes, seat.round_trip_s, overheads.connections, part_bytes, self._down)
                 done += overheads.worker_s_per_byte * down_bytes
             self._soon(done - agenda.now + half_s, lambda: on_answer(answer))
 

@@ -8,6 +8,7 @@ follow each other.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,9 +23,11 @@ from ...coordination.server.effects import Accumulate, AskAgain, DropUpload
 from ...coordination.server.plan import CARRY_BEYOND, settle
 from ...coordination.server.rounds import Fragment, RoundRules
 from ...coordination.server.uploads import take_complete
+from ...coordination.windows import Transfer, Windows
 from ...digest import part_hash, payload_hash
 from ...errors import NotFinite, Refused, Superseded
 from ...events import Event, GroupStateUnclear, VersionPublished, WorkerDied, WorkerLeft, WorkerQuarantined
+from ...lanes import part_size
 from ...types import (
     Agreement,
     Answer,
@@ -140,6 +143,8 @@ class FleetServer:
         self.lines_out = (BookedLine(work), BookedLine.of_rate(out_bytes_per_s))
         self.up_bytes, self.down_bytes = terms.up_bytes, terms.down_bytes
         self.full_bytes = terms.bytes_of(FULL_BYTES)
+        self.part_bytes = part_size(terms.up_bytes)  # on the lines; what the machines see is one part
+        self._connections = random.Random(f"connections to {name}")
         self._kept_updates = max(int(RING_SHARE * self.full_bytes / self.down_bytes), 1)
         self.deaths = self.quarantines = 0
         self.heard: Callable[[Event], None] = lambda event: None  # whoever leads this cluster
@@ -191,6 +196,17 @@ class FleetServer:
         except Refused as refusal:
             return refusal
         return answer
+
+    def windows_up(self) -> Windows:
+        """Of a worker that comes."""
+        return self._windows(self.up_bytes)
+
+    def windows_down(self) -> Windows:
+        return self._windows(self.down_bytes)
+
+    def _windows(self, size_bytes: int) -> Windows:
+        most = self.terms.overheads.connections
+        return Windows(Transfer.of(size_bytes, 0.0, 0.0, most, self.part_bytes).parts, self._connections)
 
     def handle(self, request: Request, parcel: Parcel | None, reply: Reply, *, lie: str = "") -> None:
         now, record = self._agenda.now, 0

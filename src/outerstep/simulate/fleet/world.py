@@ -12,7 +12,7 @@ from ..agenda import Agenda
 from .booked_lines import BookedLine
 from .cluster import FleetLeader
 from .ledger import LayerLedger, Promises
-from .member import Clocks, FleetMember, Seat
+from .member import Clocks, FleetHost, FleetMember
 from .report import FleetReport, Moment, report_of
 from .scenario import FleetClusters, FleetScenario
 from .server import FleetServer, ServerTerms
@@ -48,7 +48,7 @@ class FleetWorld:
         self.lines: list[tuple[BookedLine, BookedLine]] = []  # up and down, of each cluster
         self._starts: dict[int, int] = {}
         self._names: dict[int, str] = {}
-        self._seats: list[Seat] = []
+        self._seats: list[FleetHost] = []
         self._servers_of: dict[int, FleetServer] = {}
         self._empty_since: dict[int, float] = {}
         self._number = 0
@@ -128,14 +128,16 @@ class FleetWorld:
         lines: tuple[tuple[BookedLine], tuple[BookedLine]],
         round_trip_s: float,
         lie: str,
-    ) -> Seat:
+    ) -> FleetHost:
         scenario = self.scenario
         self._number += 1
-        return Seat(self._number, name, step_s, *lines, round_trip_s, scenario.heartbeat_s, scenario.overheads, lie)
+        return FleetHost(
+            self._number, name, step_s, *lines, round_trip_s, scenario.heartbeat_s, scenario.overheads, lie
+        )
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
-    def _start(self, seat: Seat) -> None:
+    def _start(self, seat: FleetHost) -> None:
         self._starts[seat.number] = start = self._starts.get(seat.number, 0) + 1
         self._down(seat, -1)
         member = self._member_type(
@@ -154,7 +156,7 @@ class FleetWorld:
         if churn.per_hour:
             self.agenda.after(self.rng.expovariate(churn.per_hour / 3600.0), lambda: self._leave(seat, member))
 
-    def _down(self, seat: Seat, change: int) -> None:
+    def _down(self, seat: FleetHost, change: int) -> None:
         """Nobody sits there from now on (1), or somebody does again (−1)."""
         since = self._empty_since.pop(seat.number, None)
         if change > 0:
@@ -164,20 +166,20 @@ class FleetWorld:
             self.clocks.now["down"] -= 1
             self.clocks.seconds["down"] += self.agenda.now - since
 
-    def _fail(self, seat: Seat, member: FleetMember) -> None:
+    def _fail(self, seat: FleetHost, member: FleetMember) -> None:
         if member.alive:
             self.failures += 1
             member.kill()
             self._down(seat, 1)
             self.agenda.after(self.scenario.failures.restart_s, lambda: self._start(seat))
 
-    def _leave(self, seat: Seat, member: FleetMember) -> None:
+    def _leave(self, seat: FleetHost, member: FleetMember) -> None:
         if member.alive and not member.is_leaving:
             self.leaves += 1
             member.on_left = lambda: self._left(seat)
             member.leave_when_done()
 
-    def _left(self, seat: Seat) -> None:
+    def _left(self, seat: FleetHost) -> None:
         """Another one comes, under a name of its own."""
         self._down(seat, 1)
         self._names[seat.number] = f"{seat.name}-{self._starts[seat.number]}"

@@ -13,7 +13,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...coordination.autoconfig.meter import LinkMeter
-from ...coordination.worker.exchange import OrderInbox, Session
+from ...coordination.worker.exchange import OrderInbox, Session, is_evicted
 from ...coordination.worker.units import LeaseRequest
 from ...errors import ConfigError, ExchangeFailed, OuterstepError, UnknownWorker
 from ...lanes import LONG_S, in_whole_rows, lanes
@@ -248,8 +248,8 @@ class ServerLink:
         )
         try:
             answer = self.call(message, timeout_s=HEARTBEAT_TIMEOUT_S)
-        except UnknownWorker:
-            if self.is_shut:  # it arrived after our own goodbye
+        except UnknownWorker as error:
+            if not is_evicted(error, has_left=self.is_shut):
                 return
             log.warning("the server had evicted this worker; rejoining, local progress is kept")
             joined = self.call(session.join_request, timeout_s=HEARTBEAT_TIMEOUT_S)

@@ -20,7 +20,18 @@ from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from ...coordination.weights import check_reported
-from ...coordination.worker.exchange import Exchange, Held, Patience, Piece, Session, Share, Wanted
+from ...coordination.worker.exchange import (
+    Exchange,
+    Held,
+    Patience,
+    Piece,
+    Session,
+    Share,
+    Wanted,
+    lost_late,
+    sent_along,
+    stays_late,
+)
 from ...core.codecs import Dither
 from ...core.feedback import ErrorFeedback
 from ...core.watch import as_seen_by
@@ -354,13 +365,7 @@ class ServerTopology:
         """Start an exchange; the arguments are those of `Exchange` and `ServerTicket`. A late contribution that is not
         confirmed yet is sent along with the next one of its fragment."""
         assert self._link.introduced is not None
-        earlier = self._late.get(fragment) if offer is not None else None
-        if (
-            earlier is not None
-            and offer is not None
-            and (not earlier.sending or earlier.sending.offer.key == offer.key)
-        ):
-            earlier = None
+        earlier = sent_along(self._late.get(fragment), offer) if self._late and offer is not None else None
         exchange = Exchange(
             self._link.introduced,
             fragment=fragment,
@@ -426,7 +431,7 @@ class ServerTopology:
         before = self._late.pop(fragment, None)
         if before is not None and before.payload is not None and before.payload is not ticket.payload:
             before.payload.release()
-        if agreed.counted_in > agreed.version:
+        if stays_late(agreed.counted_in, agreed.version):
             self._late[fragment] = ticket
         elif ticket.payload is not None:
             ticket.payload.release()
@@ -448,11 +453,8 @@ class ServerTopology:
 
     def steps_lost(self, ticket: ServerTicket) -> int:
         """Steps in a late contribution that was announced to count, and does not after all."""
-        late, outcome = self._late.get(ticket.fragment), ticket.outcome()
-        if late is None or late.sending is None or ticket.sending is None:
-            return 0
-        lost = outcome.late_is_lost(is_own=late.sending.offer.key == ticket.sending.offer.key)
-        return late.sending.offer.steps if lost else 0
+        lost = lost_late(self._late.get(ticket.fragment), ticket, ticket.outcome())
+        return lost.sending.offer.steps if lost is not None and lost.sending is not None else 0
 
     def _reload(self, ticket: ServerTicket, refusal: Refused) -> Agreed:
         if ticket.offer is not None:

@@ -81,11 +81,11 @@ def line_costs(
 
 
 def exchange_seconds(layer: LayerState, lines: tuple[float, float, float], codec: str, fragments: int) -> float:
-    """Of one fragment."""
+    """Of one fragment. Up to a mebibyte, it travels with the offer and with the answer to a poll."""
     up, down, latency = lines
     size, count = layer.parameters * SIZE[codec], len(layer.clusters)
     moving = size * up + size * down + 2 * size * (0.25e-9 + count * 0.6e-9) + layer.parameters * 1.8e-9
-    return moving / fragments + 5 * latency
+    return moving / fragments + (2 if size / fragments <= 1 << 20 else 5) * latency
 
 
 def middle_step_s(layer: LayerState) -> float:

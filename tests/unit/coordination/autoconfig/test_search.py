@@ -87,7 +87,7 @@ class TestCost:
 
     def test_each_fragment_has_its_part_of_the_bytes_and_its_own_round_trips(self) -> None:
         state = bounded(1e6, latency_s=0.5, fragments=(4,))
-        ends = Overheads(0.0, 0.0, 0.0, 0.0, 3.0)
+        ends = Overheads(0.0, 0.0, 0.0, 0.0, 3.0, carried_bytes=0.0)
         assert search(state, ends).exchange_s(Core(10, "bf16", 4, 0, STAR)) == pytest.approx(4.0 + 4 * 3.0)
 
     def test_the_target_itself_meets_it_and_twice_what_it_allows_misses_it_by_far(self) -> None:
@@ -168,7 +168,7 @@ class TestWhichRoute:
     def test_round_trips_count_against_a_relay_and_bytes_for_it(self) -> None:
         rates = {"a": 1e6, "b": 1e9}
         lines = (*star_links(rates, latency_s=0.0), *both_ways("a", "b", 1e9, 1.0))
-        ends = Overheads(0.0, 0.0, 0.0, 0.0, 1.0)
+        ends = Overheads(0.0, 0.0, 0.0, 0.0, 1.0, carried_bytes=0.0)
         one = {"codecs": ("bf16",), "least_sync_every": 100, "most_sync_every": 100, "most_delay": 0}
         for parameters, parent in ((10_000, CENTRE), (10_000_000, "b")):
             state = bounded(links=lines, parameters=parameters, **one)

@@ -24,7 +24,15 @@ from outerstep.coordination.autoconfig.trust import (
     SLOWEST_BYTES_PER_S,
     view_of,
 )
-from outerstep.coordination.cost import Overheads, RouteCost, bytes_per_value, down_recipe, exchange_s, split_target
+from outerstep.coordination.cost import (
+    Overheads,
+    RouteCost,
+    bytes_per_value,
+    down_recipe,
+    exchange_s,
+    fragment_s,
+    split_target,
+)
 from outerstep.errors import ConfigError
 
 from .layers import both_ways, cluster, decided, following, layer, star_links
@@ -284,11 +292,11 @@ class TestCost:
         assert down_recipe("sparse64+feedback") == "bf16"
 
     def test_an_exchange_is_the_sum_of_what_each_end_and_the_line_take(self) -> None:
-        ends = Overheads(0.0, 0.5, 0.25, 0.125, 5.0)
-        moving, each = exchange_s(10, "fp32", "bf16", RouteCost(2.0, 3.0, 7.0), 3, ends)
+        ends = Overheads(0.0, 0.5, 0.25, 0.125, 5.0, carried_bytes=0.0)
         up, down = 40, 20
-        assert moving == 2.0 * up + 3.0 * down + 0.5 * (up + down) + 3 * 0.125 * (up + down) + 0.25 * 10
-        assert each == 5.0 * 7.0
+        moving = 2.0 * up + 3.0 * down + 0.5 * (up + down) + 3 * 0.125 * (up + down) + 0.25 * 10
+        assert exchange_s(10, "fp32", "bf16", RouteCost(2.0, 3.0, 7.0), 3, ends) == moving
+        assert fragment_s(10, "fp32", "bf16", RouteCost(2.0, 3.0, 7.0), 3, ends) == moving + 5.0 * 7.0
 
     def test_one_level_has_the_whole_target(self) -> None:
         assert split_target(0.81, 0) == split_target(0.81, 1) == 0.81

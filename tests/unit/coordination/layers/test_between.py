@@ -12,6 +12,8 @@ from outerstep.coordination.layers.between import (
     LayerTerms,
     check_inner_momentum,
     check_patience,
+    too_patient,
+    wait_for_above_s,
     warnings_about,
 )
 from outerstep.defaults import OUTER_PATIENCE
@@ -117,3 +119,23 @@ def test_what_the_layers_inside_one_another_wait_by_default_is_refused_nowhere()
     check_patience(inner, top)
     check_patience(inner, inner)  # three layers, by flags
     check_patience(LayerTerms(0.0, TorchftConfig().transfer_timeout_s, member_leads=True), top)
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "waits_s"), [(None, 60.0), (0.0, 60.0), (59.0, 60.0), (61.0, 61.0), (600.0, 600.0), (601.0, 600.0)]
+)
+def test_members_wait_as_long_as_a_round_above_takes_within_bounds(deadline_s: float | None, waits_s: float) -> None:
+    assert wait_for_above_s(60.0, LayerTerms(deadline_s=deadline_s)) == waits_s
+    assert wait_for_above_s(0.5, LayerTerms(deadline_s=None)) == 0.5, "a second is not more than nothing"
+
+
+def test_each_setting_that_is_too_long_is_found_with_what_it_is_too_long_beside() -> None:
+    found = too_patient(LayerTerms(0.0, 120.0, 70.0), LayerTerms(0.9, 120.0, 60.0, is_decided=True))
+    assert [(one.name, one.value, one.beside, one.limit) for one in found] == [
+        ("timeout", 120.0, "timeout", 120.0),
+        ("timeout", 120.0, "round_deadline_s", 60.0),
+        ("round_deadline_s", 70.0, "round_deadline_s", 60.0),
+    ]
+    slow, late, *_ = warnings_about(LayerTerms(0.0, 120.0, 70.0), LayerTerms(0.0, 120.0, 60.0, is_decided=True))
+    assert "holds up the run above" in slow
+    assert "costs the whole cluster its place in a round" in late

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outerstep.coordination.layers.pace import RoundPace
+from outerstep.coordination.layers.pace import KEPT, RoundPace
 
 
 def test_rounds_per_second_are_those_of_members_that_train() -> None:
@@ -42,4 +42,25 @@ def test_a_release_that_nobody_was_held_for_is_no_beginning() -> None:
     pace.closed(0.0, held=False)
     pace.released(1.5)
     pace.closed(2.0, held=False)
+    assert pace.per_s == 0.5
+
+
+def test_only_the_last_rounds_count() -> None:
+    pace = RoundPace()
+    for number in range(KEPT + 1):
+        pace.closed(10.0 * number, held=False)
+    assert pace.per_s == 0.1
+    now = 10.0 * KEPT
+    for _ in range(KEPT // 2 + 1):
+        now += 1.0
+        pace.closed(now, held=False)
+    assert pace.per_s == 1.0, "half of those that are kept, and one"
+
+
+def test_a_second_release_says_nothing_new() -> None:
+    pace = RoundPace()
+    pace.closed(0.0, held=True)
+    pace.released(10.0)
+    pace.released(11.0)
+    pace.closed(12.0, held=False)
     assert pace.per_s == 0.5

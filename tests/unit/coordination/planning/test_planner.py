@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +25,21 @@ def sites(
     count: int, rate: float, *, step_s: float = 1.0, latency_s: float = 0.02, workers: int = 1
 ) -> tuple[PlannedSite, ...]:
     return tuple(PlannedSite(f"site{i}", rate, rate, latency_s, step_s, workers) for i in range(count))
+
+
+RUNS = json.loads((Path(__file__).parents[4] / "bench/results/planner.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "run", RUNS["points"], ids=lambda run: f"{run['link']}, {', '.join(map(str, run['setting'].values()))}"
+)
+def test_what_was_measured_is_planned_within_ten_percent(run: dict[str, Any]) -> None:
+    """Two workers, each over an emulated link of its own (docs/results/planner.md)."""
+    mbit, trip_ms = (float(part.split()[0]) for part in run["link"].split(", "))
+    there = sites(2, mbit * MBIT, step_s=max(run["step_s"]), latency_s=trip_ms / 1e3)
+    choice = Choice(*run["setting"].values())
+    found = propose(Situation(RUNS["parameters"], there, weights="fp32", choice=choice)).recommended
+    assert run["measured"] == pytest.approx(found.utilization, rel=0.1)
 
 
 @pytest.mark.parametrize(("parameters", "percent", "digits"), [(150e6, 99.5, 1), (1e9, 97, 0), (7e9, 82, 0)])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from outerstep.coordination.worker.exchange import Sending, Step
+from outerstep.coordination.worker.exchange import Exchange, Sending, Share, Step
 from outerstep.errors import (
     BadRequest,
     Busy,
@@ -16,6 +18,7 @@ from outerstep.errors import (
     OuterstepError,
     ProtocolMismatch,
     StaleRound,
+    Superseded,
 )
 from outerstep.types import (
     MOST_CARRIED_BYTES,
@@ -28,10 +31,12 @@ from outerstep.types import (
     Poll,
     PollAnswer,
     PutPart,
+    Trained,
 )
 from unit.coordination.builders import PART_BYTES, agreement_hashes, make_agreement, make_offer
-from unit.coordination.talk import ACCEPTED, LOST, STORED, Talk, agreed, joined, nothing_yet, send
+from unit.coordination.talk import ACCEPTED, LOST, STORED, WAIT_S, Talk, agreed, joined, nothing_yet, send
 
+TRAINED = Trained(dataset="d", places=((0, 1),))
 TAKEN = CompleteOfferAnswer(state="accepted", version=1)
 
 
@@ -188,3 +193,38 @@ class TestFetching:
         talk = Talk(parts=1)
         talk.say(HashMismatch("a byte changed"), OfferAnswer(state="accepted", version=1))
         assert poll(talk, nothing_yet()).takes_bytes is UNSET
+
+
+class TestWhatDoesNotGoAlong:
+    def test_a_contribution_with_facts_about_data_is_offered_first(self) -> None:
+        talk = Talk(parts=1)
+        own = talk.exchange.outbox.own
+        assert own is not None
+        own.offer = replace(own.offer, data=(TRAINED,))
+        offered = talk.next().request
+        assert isinstance(offered, Offer)
+        assert (offered.data, offered.wait_s) == ((TRAINED,), WAIT_S)
+
+    def test_a_process_of_a_group_offers_first(self) -> None:
+        exchange = Exchange(
+            Talk().session,
+            fragment=0,
+            after=0,
+            now=0.0,
+            offer=make_offer("a", size_bytes=PART_BYTES),
+            part_hashes=Talk(parts=1).hashes,
+            share=Share(1, range(1), speaks=True),
+            rng=random.Random(0),
+        )
+        [call] = exchange.calls(0.0)
+        assert type(call.request) is Offer
+        assert exchange.parts == 0, "none is sent before the answer"
+
+    def test_bytes_that_are_not_what_was_announced_are_counted_as_damage(self) -> None:
+        talk = Talk(damaged_parts=1).brought_to(Step.POLL)
+        poll(talk, carrying(), "0" * 16)
+        assert talk.exchange.failure is None, "once may happen"
+        talk.say(Superseded("a newer one is there"))
+        poll(talk, carrying(2), "0" * 16)
+        assert isinstance(talk.exchange.failure, HashMismatch)
+        assert "2 parts arrived changed" in str(talk.exchange.failure)

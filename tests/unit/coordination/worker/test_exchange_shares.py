@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from outerstep.coordination.worker.exchange import (
@@ -295,3 +296,19 @@ def test_a_late_contribution_is_waited_for_in_asynchronous_rounds() -> None:
     assert isinstance(poll, Poll)
     assert poll.after == 6
     assert talk.exchange.waiting_for == "the next contribution"
+
+
+@pytest.mark.parametrize(("tiled", "said"), [(True, True), (False, UNSET)])
+def test_a_poll_says_whether_its_sections_are_those_of_the_workers_tiling(tiled: bool, said: object) -> None:
+    talk = Talk(contributes=False)
+    exchange = Exchange(
+        talk.session,
+        fragment=0,
+        after=0,
+        now=0.0,
+        share=Share(2, range(0), speaks=True, tiled=tiled),
+        rng=random.Random(0),
+    )
+    [call] = exchange.calls(0.0)
+    assert isinstance(call.request, Poll)
+    assert call.request.tiled is said

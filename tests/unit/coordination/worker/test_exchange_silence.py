@@ -222,3 +222,10 @@ class TestDamage:
         assert talk.exchange.failure is None
         damage(talk, talk.next())
         assert isinstance(talk.exchange.failure, HashMismatch)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_server_that_is_busy_is_not_asked_before_the_time_it_named(seed: int) -> None:
+    talk = Talk(seed=seed)
+    talk.say(Busy("full", retry_after_s=10.0))
+    assert 10.0 <= talk.waits_s <= 15.0

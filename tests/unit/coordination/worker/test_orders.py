@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outerstep.coordination.worker.exchange import OrderInbox, Orders
+from outerstep.coordination.worker.exchange import OrderInbox, Orders, is_evicted
+from outerstep.errors import StaleRound, UnknownWorker
 from outerstep.types import Command, HeartbeatAnswer
 
 
@@ -60,3 +61,18 @@ def test_an_answer_without_commands_says_the_own_h_too() -> None:
     assert inbox.take() == Orders(sync_every=7)
     inbox.heard(answer(), ())
     assert inbox.take() == Orders()
+
+
+def test_an_order_to_lead_names_the_leader_beside_the_other_orders() -> None:
+    inbox = OrderInbox()
+    inbox.heard(answer(DRAIN, Command(id=3, kind="lead", leader="b")), ())
+    inbox.heard(answer(Command(id=4, kind="lead")), ())  # of an older server, which names nobody
+    assert inbox.take() == Orders(drain="drain", leader="b")
+    assert inbox.take() == Orders()
+
+
+def test_a_worker_that_was_given_up_joins_again_unless_it_has_left() -> None:
+    assert is_evicted(UnknownWorker("no worker 'a'"), has_left=False)
+    assert not is_evicted(UnknownWorker("no worker 'a'"), has_left=True)
+    assert not is_evicted(StaleRound("closed"), has_left=False)
+    assert not is_evicted(answer(), has_left=False)

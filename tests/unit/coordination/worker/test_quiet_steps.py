@@ -34,6 +34,8 @@ def test_quiet_steps_are_those_after_which_nothing_happens(seed: int) -> None:
     one_by_one, at_once = machine(plan), machine(plan)
     start = rng.randrange(plan.sync_every)
     one_by_one.state.cycle, at_once.state.cycle = (Cycle(start, plan.sync_every) for _ in range(2))
+    for one in (one_by_one, at_once):
+        one.count(3, 40, ((0, 2),))
     for _ in range(6):
         quiet = at_once.quiet_steps
         at_once.trained(quiet)
