@@ -85,11 +85,17 @@ ROOMS = {
             "outerstep.coordination.shared_*",
             "outerstep.coordination.shares.*",
             "outerstep.coordination.sub_leases.*",
+            "outerstep.coordination.unit_parts.*",
         ),
-        files=("src/outerstep/coordination/*leases.py", "src/outerstep/coordination/shares.py"),
+        files=(
+            "src/outerstep/coordination/*leases.py",
+            "src/outerstep/coordination/shares.py",
+            "src/outerstep/coordination/unit_parts.py",
+        ),
         tests=(
             "tests/unit/coordination/test_*leases.py",
             "tests/unit/coordination/test_shared_table.py",
+            "tests/unit/coordination/test_parts_of_units.py",
             "tests/unit/coordination/test_lease_accounts.py",
             "tests/unit/coordination/test_shares.py",
         ),
