@@ -1,9 +1,10 @@
 """Seeded fault schedules of two and three levels that lease data: the top to clusters, clusters to their workers.
 
 The clusters and the storms are those of test_hierarchy_schedules.py, with a server in each cluster, and some workers
-that resume from saved states. Each step trains a unit and has a name, so it can be read off the model of the top which
-units are in it, and how often: what is said to be done is there, and what is there twice was counted. (What the steps
-themselves promise is in test_hierarchy_schedules.py.)
+that resume from saved states. In others most clusters have no server: their members hold one table, and whoever leads
+them passes on what it hears above. Each step trains a unit and has a name, so it can be read off the model of the top
+which units are in it, and how often: what is said to be done is there, and what is there twice was counted. (What the
+steps themselves promise is in test_hierarchy_schedules.py.)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +22,12 @@ from amounts import mostly_schedules
 from outerstep.coordination.layers.sub_leasing import SubLeasing
 from outerstep.coordination.server.coordinator import Coordinator
 from outerstep.coordination.server.rounds import RoundRules
+from outerstep.coordination.shared_sub_leases import HeardLeases, HeardTable, LeaseNews, SharedSubLeases, SharedSubTable
 from outerstep.coordination.sub_leases import LayerLeases, SubLeaseTable
 from outerstep.coordination.worker.machine import Units
 from outerstep.ranges import NONE, Ranges
 from outerstep.simulate.data import SimDataWorker
+from outerstep.simulate.group_data import LeasingBelow, LeasingGroup
 from outerstep.simulate.hierarchy_data import LeasingWorld
 from outerstep.simulate.hierarchy_scenario import ClusterPlan, HierarchyScenario
 from outerstep.simulate.layer_server import LayerServer
@@ -34,6 +37,7 @@ from outerstep.simulate.network import Conditions
 from outerstep.types import Dataset, Trained
 
 QUICK, FULL, AT_ONCE = 50, 600, 110
+MEMBERS_QUICK, MEMBERS, MEMBERS_AT_ONCE = 40, 600, 112
 FIRED = {
     *("member_crash", "leader_crash", "cluster_crash", "top_crash", "power_cut", "disk", "cut", "drain", "site_crash"),
     *("successor", "unsettled", "resumed", "units_done", "units_repeated", "units_lost", "units_free"),
@@ -67,19 +71,31 @@ def scenario_of(seed: int) -> HierarchyScenario:
     return replace(drawn, clusters=clusters, faults=faults, save_every=rng.choice([0, 0, 1, 4]))
 
 
-def play(seed: int, **options: Any) -> list[str]:
-    return world_of(seed, **options).run().violations
+def members_scenario_of(seed: int) -> HierarchyScenario:
+    rng, usual = random.Random(f"members {seed}"), scenario_of(seed)
+    kinds = ["server" if rng.random() < 0.3 else "group" for _ in usual.clusters]
+    kinds[rng.randrange(len(kinds))] = "group"
+    clusters = tuple(replace(plan, kind=kind) for plan, kind in zip(usual.clusters, kinds, strict=True))
+    # (A top that loses the beginning of its run waits for all its clusters anew: also for one that was told to leave.)
+    begins_anew = any(fault.kind == "top_power_cut" for fault in usual.faults)
+    faults = tuple(one for one in usual.faults if one.kind != "drain" or not begins_anew)
+    return replace(usual, clusters=clusters, faults=faults)
 
 
-def world_of(seed: int, **options: Any) -> LeasingWorld:
-    return LeasingWorld(scenario_of(seed), seed, dataset_of(seed), batch=unit_and_batch(seed)[1], **options)
+def play(seed: int, scenario: HierarchyScenario | None = None, **options: Any) -> list[str]:
+    return world_of(seed, scenario, **options).run().violations
 
 
-def check_seeds(seeds: range) -> Counter[str]:
+def world_of(seed: int, scenario: HierarchyScenario | None = None, **options: Any) -> LeasingWorld:
+    batch = unit_and_batch(seed)[1]
+    return LeasingWorld(scenario or scenario_of(seed), seed, dataset_of(seed), batch=batch, **options)
+
+
+def check_seeds(seeds: range, scenario_of: Callable[[int], HierarchyScenario] = scenario_of) -> Counter[str]:
     violations: list[str] = []
     faults: Counter[str] = Counter()
     for seed in seeds:
-        history = world_of(seed).run()
+        history = world_of(seed, scenario_of(seed)).run()
         violations += [f"seed {seed}: {line}" for line in history.violations]
         faults += history.faults
     assert not violations, "\n".join(violations[:10])
@@ -98,6 +114,25 @@ def test_six_hundred_schedules_account_for_every_unit_at_the_top(first: int) -> 
     check_seeds(range(first, min(first + AT_ONCE, FULL)))
 
 
+MEMBERS_FIRED = {
+    *("member_crash", "leader_crash", "cluster_crash", "top_crash", "cut", "drain", "pair", "vote_failed", "healed"),
+    *("new_leader", "successor", "unsettled", "table_lost", "all_holders_died", "news"),
+    *("units_done", "units_repeated", "units_again", "units_lost", "units_free"),
+}
+
+
+def test_every_unit_of_members_that_hold_one_table_below_a_top_is_accounted_for() -> None:
+    faults = check_seeds(range(MEMBERS_QUICK), members_scenario_of)
+    assert faults.keys() >= MEMBERS_FIRED, f"never fired: {MEMBERS_FIRED - faults.keys()}"
+    assert faults["units_repeated"] < faults["units_done"] / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", mostly_schedules(range(MEMBERS_QUICK, MEMBERS, MEMBERS_AT_ONCE)))
+def test_six_hundred_schedules_of_members_account_for_every_unit_at_the_top(first: int) -> None:
+    check_seeds(range(first, min(first + MEMBERS_AT_ONCE, MEMBERS)), members_scenario_of)
+
+
 @pytest.mark.parametrize(
     "seed",
     [
@@ -108,10 +143,11 @@ def test_what_was_found_once_stays_mended(seed: int) -> None:
     assert not play(seed)
 
 
+@pytest.mark.parametrize("kind", ["server", "group"])
 @pytest.mark.parametrize("sites", [0, 2])
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_without_faults_no_unit_is_trained_twice_and_none_is_missed(sites: int, fragments: int) -> None:
-    plans = tuple(ClusterPlan("server", 2, 60.0, site=i % 2 if sites else 0) for i in range(2))
+def test_without_faults_no_unit_is_trained_twice_and_none_is_missed(kind: str, sites: int, fragments: int) -> None:
+    plans = tuple(ClusterPlan(kind, 2, 60.0, site=i % 2 if sites else 0) for i in range(2))
     rules = RoundRules(num_workers=1, max_staleness=1000)
     calm = HierarchyScenario(
         clusters=plans, across=rules, inside=rules, sites=sites, fragments=fragments, sync_every=4, calm_after_s=300.0
@@ -234,6 +270,84 @@ def test_a_planted_bug_is_caught(bug: dict[str, Any], symptom: str, first: int) 
     seen: list[str] = []
     for seed in range(first, first + QUICK):
         seen += play(seed, **bug)
+        if any(re.search(symptom, line) for line in seen):
+            return
+    pytest.fail(f"{QUICK} schedules did not notice; only {seen[:3]}")
+
+
+# Of members that hold one table.
+
+
+class ForgetsWhatNobodyDecided(HeardTable):
+    """A leader does not count among the cluster's what its members have not heard of."""
+
+    def _as_decided(self, table: SharedSubTable) -> None:
+        super()._as_decided(table)
+        self._known = table.granted
+
+    @property
+    def granted(self) -> Ranges:
+        return self._known
+
+
+class HealsWithoutTheLayerAbove(SharedSubTable):
+    """A member that heals does not hear what is still to be told above."""
+
+    @classmethod
+    def resumed(
+        cls, facts: Mapping[str, Any], claimable_until: float = 0.0, *, forgetful: bool = False
+    ) -> SharedSubTable:
+        made = super().resumed(facts, claimable_until)
+        made.to_tell = {}
+        return made
+
+
+class HearsAgainAndAgain(SharedSubTable):
+    """Does not remember which news is in it."""
+
+    def hear_above(self, news: Iterable[LeaseNews]) -> None:
+        for one in news:
+            self._hear_one(one)
+
+
+class TakesWhatNobodyGranted(SharedSubTable):
+    """Opens its own epochs."""
+
+    def _open_epochs(self, weights: Mapping[str, float], needs: Mapping[str, float], now: float) -> None:
+        self.free |= Ranges([(0, min(self.end, 64))]) - self.done - self._in_hands
+
+    @property
+    def _in_hands(self) -> Ranges:
+        return Ranges(each for theirs in self.held.values() for each in theirs)
+
+
+def held_by(bug: type[SharedSubTable]) -> dict[str, Any]:
+    leases = type("Leases", (SharedSubLeases,), {"table_type": bug})
+    return {"group_type": type(bug.__name__, (LeasingGroup,), {"leases_type": leases})}
+
+
+def heard_by(bug: type[HeardTable]) -> dict[str, Any]:
+    heard = type("Heard", (HeardLeases,), {"table_type": bug})
+    below = type("Below", (LeasingBelow,), {"heard_type": heard})
+    return {"group_type": type(bug.__name__, (LeasingGroup,), {"below_type": below})}
+
+
+@pytest.mark.parametrize(
+    ("bug", "symptom"),
+    [
+        (heard_by(ForgetsWhatNobodyDecided), "once more|trained twice"),
+        (held_by(HealsWithoutTheLayerAbove), "different tables"),
+        (held_by(HearsAgainAndAgain), "once more|trained twice"),
+        (held_by(TakesWhatNobodyGranted), "are nowhere|once more|too many"),
+        (asked_by(ForgetsBeforeItIsKept), "once more|trained twice"),
+        (asked_by(BeginsWithNothing), "once more|trained twice"),
+    ],
+    ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
+)
+def test_a_bug_planted_in_members_that_hold_one_table_is_caught(bug: dict[str, Any], symptom: str) -> None:
+    seen: list[str] = []
+    for seed in range(QUICK):
+        seen += play(seed, members_scenario_of(seed), **bug)
         if any(re.search(symptom, line) for line in seen):
             return
     pytest.fail(f"{QUICK} schedules did not notice; only {seen[:3]}")

@@ -21,7 +21,8 @@ from outerstep import DiLoCoWorker, register_topology
 from outerstep.config import WorkerConfig
 from outerstep.coordination.layers.between import LayerTerms
 from outerstep.core.outer import OuterRule
-from outerstep.errors import PeerLost
+from outerstep.data import LeasedSampler
+from outerstep.errors import ConfigError, PeerLost
 from outerstep.hierarchy.leader import Leader
 from outerstep.hierarchy.members_below import as_cluster
 from outerstep.server import DiLoCoServer
@@ -68,7 +69,13 @@ class Job:
         self._make, self._settings = make, settings
         self.topologies: dict[int, AllReduceTopology] = {}
 
-    def members(self, kind: type[Model], cells: int, saved: Sequence[Save] = ()) -> list[Member]:
+    def members(
+        self,
+        kind: type[Model],
+        cells: int,
+        saved: Sequence[Save] = (),
+        data: Sequence[LeasedSampler | None] = (None,) * 2,
+    ) -> list[Member]:
         """Its ranks, made one after the other; or made again, from what they saved."""
         register_topology(RANKS, self._make)
         made = []
@@ -77,7 +84,7 @@ class Job:
             optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
             worker = DiLoCoWorker(
                 model, optimizer, topology=RANKS, worker_id=f"rank-{rank}", sync_every=H, codec="fp32",
-                handle_signals=False, exit_patience_s=20.0, **self._settings,
+                handle_signals=False, exit_patience_s=20.0, data=data[rank] or (), **self._settings,
             )  # fmt: skip
             self.topologies[rank] = worker._topology  # type: ignore[assignment]
             if saved:
@@ -277,3 +284,25 @@ def test_a_state_from_before_the_cluster_had_joined_is_given_up_if_it_has_contri
     assert taken == others
     ends = each(Job(place).members(Ledger, 4, saved), live_again)
     assert ends == [[2.0 * taken] * 2 + [2.0 * (3 * H + 1)] * 2] * 2
+
+
+# --- leased data ------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_leases_data_has_nothing_under_way_while_it_draws(above: MakeAbove) -> None:
+    """(What its ranks lease is in test_leased_members_processes.py.)"""
+    server = above(1, TwoLedgers(2), 2.0)
+    data = [LeasedSampler(40, unit_samples=2) for _ in range(2)]
+    job = Job(server, num_fragments=2, fragment_delay=1, fragment_carry=True)
+    members = job.members(TwoLedgers, 2, data=data)
+    refused: list[str] = []
+
+    def work(member: Member) -> None:
+        try:
+            member.worker.start()
+        except ConfigError as error:
+            refused.append(str(error))
+
+    each(members, work)
+    assert len(refused) == 2
+    assert all("fragment_delay must be 0" in said for said in refused)

@@ -21,7 +21,8 @@ from torchft.coordination import LighthouseServer
 
 from leader_death import LeaderDeath, Moment
 from outerstep import DiLoCoWorker
-from outerstep.errors import BadRequest
+from outerstep.data import LeasedSampler
+from outerstep.errors import BadRequest, ConfigError
 from outerstep.events import Event, LeaderOrdered, VersionPublished, WorkerDied, WorkerLeft
 from outerstep.hierarchy.leader import Leader
 from outerstep.server import DiLoCoServer
@@ -355,3 +356,11 @@ def test_a_cluster_that_resumes_from_its_replicas_states_counts_no_step_twice(
     assert cells[2:] == [2.0 * (3 * H + 1)] * 2
     assert cells[:2] == (sent[:2] if later else [2.0 * (4 * H + 2)] * 2)
     above.stop()
+
+
+def test_a_cluster_that_leases_data_must_be_able_to_wait_for_it(above: DiLoCoServer) -> None:
+    """(What replicas lease is in test_leased_members_processes.py.) It is refused before anybody is met."""
+    more = {"num_fragments": 2, "fragment_delay": 1, "data": LeasedSampler(40, unit_samples=2)}
+    worker, _ = make("127.0.0.1:1", above, "east", "east-0", tiny_model(), **more)
+    with pytest.raises(ConfigError, match="fragment_delay must be 0"):
+        worker.start()

@@ -50,6 +50,18 @@ class KeptSets(Plain, frozen=True):
     spent: Stretch
 
 
+class KeptAbove(Plain, frozen=True):
+    """What a layer above has leased of it to the members (shared_sub_leases.py)."""
+
+    granted: Stretch
+    fresh: Stretch
+    to_tell: tuple[tuple[Count, Count, Stretch], ...]
+    parts: tuple[tuple[Count, Count, Stretch], ...]
+    heard: Count
+    is_over: bool
+    trouble: Label
+
+
 class KeptTable(Plain, frozen=True):
     """One dataset (`SharedTable.remembered`)."""
 
@@ -70,6 +82,7 @@ class KeptTable(Plain, frozen=True):
     finished: ByWorker
     doubted: ByWorker
     shares: dict[WorkerId, KeptShare]
+    above: KeptAbove | None = None
 
 
 class KeptLeases(Plain, frozen=True):
@@ -124,8 +137,10 @@ def _wrong_with(table: KeptTable, turn: int) -> str:
         chain.from_iterable(theirs.values() for theirs in by_worker),
         chain.from_iterable(theirs.values() for theirs in table.covered.values()),
         (given for theirs in table.recent.values() for _, given in theirs),
+        _granted(table),
     )
-    if any(not begin < end <= table.next for stretch in places for begin, end in stretch):
+    last = table.next if table.above is None else end_of(dataset)
+    if any(not begin < end <= last for stretch in places for begin, end in stretch):
         return f"{dataset.name!r} names places that were never leased"
     return (
         _wrong_with_places(table)
@@ -134,8 +149,27 @@ def _wrong_with(table: KeptTable, turn: int) -> str:
     )
 
 
+def _granted(table: KeptTable) -> Iterable[Stretch]:
+    above = table.above
+    return () if above is None else (above.granted, *(one for *_, one in (*above.to_tell, *above.parts)))
+
+
+def _wrong_with_above(table: KeptTable, above: KeptAbove) -> str:
+    """What was granted and is not given up is free, lost, or in one member's hands; and none of that is done."""
+    sets, name = table.sets, table.dataset.name
+    mine = [Ranges(one) for one in (sets.free, sets.lost, *table.held.values())]
+    union, done = Ranges(chain.from_iterable(mine)), Ranges(sets.done)
+    if sum(one.total for one in mine) != union.total or union & done:
+        return f"of {name!r}, a place is there twice"
+    if union != Ranges(above.granted) - Ranges(sets.spent) or above.fresh or table.next:
+        return f"of {name!r}, other places are in hands than were granted"
+    return ""
+
+
 def _wrong_with_places(table: KeptTable) -> str:
     """Each is free, done, lost, or in one member's hands."""
+    if table.above is not None:
+        return _wrong_with_above(table, table.above)
     sets = table.sets
     owners: Iterable[tuple[tuple[int, int], ...]] = (sets.free, sets.done, sets.lost, *table.held.values())
     ranges = sorted(chain.from_iterable(owners))

@@ -43,6 +43,7 @@ from .unit_parts import UnitParts, by_fragment, from_fragments, plain
 MOST_DATASETS_OF_ONE = 8  # of those that a run leases, that one worker was the first to ask for
 RESERVE = 4096  # places that are leased without a record
 MOST_PIECES = 16  # ranges in one lease: what a worker holds must fit a message
+MOST_RECENT = 64  # ranges that a worker has brought lately
 HELD_PIECES = 128  # a worker that holds so many ranges gets no more of them
 ASK_AGAIN_S = 1.0
 NO_END = 1 << 53  # of a dataset without a last epoch
@@ -66,6 +67,8 @@ class LeaseTable:
         self.covered: dict[str, dict[int, Ranges]] = {}  # in agreements of some fragments, by worker
         self.pending: dict[tuple[int, int], dict[str, Ranges]] = {}  # in open rounds, by fragment and version
         self.dropped: dict[str, Ranges] = {}  # given up by their worker, and in open rounds in part
+        self.finished: dict[str, Ranges] = {}  # the last that each has brought
+        self._earlier: dict[str, Ranges] = {}  # likewise, before its present start
         self.overtaken: dict[str, Ranges] = {}  # were its, and are done by another; it may still bring them
         self._counted: dict[str, Ranges] = {}  # are done by another, and were counted; its other fragments may follow
         self._forgotten = NONE  # after a restart: somebody may have been leased these, and nobody knows
@@ -244,7 +247,8 @@ class LeaseTable:
 
     def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
         """A contribution was accepted for the round that makes this version. What its worker was never leased is
-        passed over."""
+        passed over. (One that went on from an older state than it had trains some of it once more, and brings it before
+        it has heard that it is done: such units are in the model twice.)"""
         self._absent.discard(worker_id)
         self._hands.pop(worker_id, None)
         said = Ranges(places)
@@ -256,11 +260,20 @@ class LeaseTable:
         if fragment == 0:
             self._put(self.overtaken, worker_id, overtaken - foreign)
             self._note_foreign(fragment, version, foreign)
+        again = self._brought_before(worker_id) & said
+        if again and fragment == 0:
+            for owners in (self.finished, self._earlier):
+                self._put(owners, worker_id, owners.get(worker_id, NONE) - again)
+            self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | again
         self._note_brought(worker_id, (brought - self._under_way(worker_id)).total, now)
         if brought:
             open_round = self.pending.setdefault((fragment, version), {})
             open_round[worker_id] = open_round.get(worker_id, NONE) | brought
             self._hands.pop(worker_id, None)
+
+    def _brought_before(self, worker_id: str) -> Ranges:
+        """By earlier starts of it."""
+        return self._earlier.get(worker_id, NONE)
 
     def _note_foreign(self, fragment: int, version: int, places: Ranges) -> None:
         """Leased to another since, or by a server that forgot it: in the model twice."""
@@ -375,6 +388,8 @@ class LeaseTable:
         self.repeated += (places & self.done).total
         self.done |= places
         self.done_by[worker_id] = self.done_by.get(worker_id, 0) + new.total
+        before = self.finished.get(worker_id, NONE) - places
+        self._put(self.finished, worker_id, Ranges([*list(before)[-MOST_RECENT:], *list(places)[-MOST_RECENT:]]))
         self.free, self.unclaimed = self.free - places, self.unclaimed - places
         self.lost, self.spent = self.lost - places, self.spent - places
         self.in_parts.done(places)
@@ -452,6 +467,7 @@ class LeaseTable:
     def started_again(self, worker_id: str) -> None:
         """It counts its requests from the start."""
         self._answered.pop(worker_id, None)
+        self._earlier[worker_id] = self.finished.get(worker_id, NONE)
 
     def _settle_absent(self, worker_id: str) -> None:
         """Of one that is gone, what no open round holds any more goes back."""

@@ -45,7 +45,7 @@ SLACK = 8  # a member keeps up to an eighth more than its part: else units would
 MOST_PIECES = 48  # ranges that a member is given: what it says of them must fit an offer
 MOST_SAID, MOST_TRAINED = 32, 64  # ranges of each kind, where many offers make a block
 MOST_LOST = 16  # ranges that go back at one decision because their member does not say that it holds them
-MOST_RECENT = 64  # gifts of which a member may not have heard yet
+MOST_GIFTS = 64  # of which a member may not have heard yet
 MOST_OPENED = 16  # epochs, at one decision: tiny ones
 
 
@@ -55,7 +55,6 @@ class SharedTable(LeaseTable):
     def __init__(self, dataset: Dataset, owner: str = "") -> None:
         super().__init__(dataset, owner)
         self.recent: dict[str, list[tuple[int, Ranges]]] = {}  # what each was given, and at which decision
-        self.finished: dict[str, Ranges] = {}  # the last units that each has brought
         self.doubted: dict[str, Ranges] = {}  # in all fragments' agreements, more than their member is believed
         self._ratio = inf
         self._crowd = self.shares.among((), 0.0)  # as it was when this decision began
@@ -106,22 +105,12 @@ class SharedTable(LeaseTable):
         super()._give_up(worker_id, believed)
 
     def accept(self, worker_id: str, fragment: int, version: int, places: Places, now: float) -> None:
-        """One that was killed when it had offered something trains that once more, if it comes back before all have
-        decided: such units are in the model twice."""
-        if self._crumbles(worker_id, Ranges(places)):
-            return
-        mine = self.finished.get(worker_id, NONE)
-        again = mine & Ranges(places)
-        if again and fragment == 0:
-            self._put(self.finished, worker_id, mine - again)
-            self._foreign[fragment, version] = self._foreign.get((fragment, version), NONE) | again
-        super().accept(worker_id, fragment, version, places, now)
+        if not self._crumbles(worker_id, Ranges(places)):
+            super().accept(worker_id, fragment, version, places, now)
 
-    def _finish(self, worker_id: str, places: Ranges) -> None:
-        super()._finish(worker_id, places)
-        newest = (self.finished.get(worker_id, NONE) - places, places)
-        kept = list(newest[0])[-MOST_RECENT:] + list(newest[1])[-MOST_RECENT:]
-        self._put(self.finished, worker_id, Ranges(kept))
+    def _brought_before(self, worker_id: str) -> Ranges:
+        """By any start of it: one that was killed when it had offered something may be back before all have decided."""
+        return self.finished.get(worker_id, NONE)
 
     def _crumbles(self, worker_id: str, places: Ranges) -> bool:
         """Would what is left of its places be in crumbs without these? The table would grow with each, in the hands of
@@ -160,6 +149,10 @@ class SharedTable(LeaseTable):
         self.finished = {name: places for name, places in self.finished.items() if name in weights}
         self._level(said, weights)
         self._give_out(weights, now)
+        self._open_epochs(weights, needs, now)
+
+    def _open_epochs(self, weights: Mapping[str, float], needs: Mapping[str, float], now: float) -> None:
+        """As many as somebody needs to have enough ahead."""
         opened = 0
         while self.next < self.end and opened < MOST_OPENED and self._is_short(needs):
             begin, opened = self.next, opened + 1
@@ -177,10 +170,15 @@ class SharedTable(LeaseTable):
         weights = {name: pace or usual for name, pace in paces.items()}
         return weights, {name: LEAD_TURNS * pace if pace else equal for name, pace in paces.items()}
 
+    @property
+    def _more_may_come(self) -> bool:
+        """Beside what is free or in hands."""
+        return self.next < self.end
+
     def _is_short(self, needs: Mapping[str, float]) -> bool:
         return any(self._hand(name) < need for name, need in needs.items())
 
-    def _parts(self, weights: Mapping[str, float]) -> dict[str, int]:
+    def _fair_parts(self, weights: Mapping[str, float]) -> dict[str, int]:
         """What each should hold, of all that is in hands or free."""
         total, whole = self.free.total + sum(map(self._hand, weights)), sum(weights.values())
         return {name: int(total * weight / whole) for name, weight in weights.items()}
@@ -190,8 +188,8 @@ class SharedTable(LeaseTable):
         cannot keep it by saying that it has drawn it all."""
         if not self.dataset.again:
             return
-        parts = self._parts(weights)
-        is_more = self.free or self.next < self.end or any(map(super()._hand, weights))
+        parts = self._fair_parts(weights)
+        is_more = self.free or self._more_may_come or any(map(super()._hand, weights))
         for name, part in parts.items():
             hand = self.held.get(name, NONE) - self._under_way(name)
             spare = NONE if said else hand
@@ -207,7 +205,7 @@ class SharedTable(LeaseTable):
 
     def _give_out(self, weights: Mapping[str, float], now: float) -> None:
         """What is free, to those that have least of their part; the lowest places first."""
-        parts = self._parts(weights)
+        parts = self._fair_parts(weights)
         wanting = {name: part - self._hand(name) for name, part in parts.items() if part > self._hand(name)}
         wanting = wanting or {min(weights, key=lambda name: (self._hand(name) / weights[name], name)): 1}
         whole, total, given = sum(wanting.values()), self.free.total, 0
@@ -220,12 +218,12 @@ class SharedTable(LeaseTable):
             given = upto
             if granted:
                 self._hand_over(name, granted)
-                self.recent[name] = [*self.recent.get(name, []), (int(now), granted)][-MOST_RECENT:]
+                self.recent[name] = [*self.recent.get(name, []), (int(now), granted)][-MOST_GIFTS:]
 
     def answer(self, worker_id: str, request: LeaseRequest) -> LeaseAnswer:
         held, holds = self.held.get(worker_id, NONE), Ranges(request.holds)
         granted = held - holds - self._under_way(worker_id)
-        over = not granted and not self.free and self.next >= self.end
+        over = not granted and not self.free and not self._more_may_come
         return LeaseAnswer(
             state="over" if over else "more",
             granted=tuple(granted)[:MOST_RANGES],
@@ -273,6 +271,7 @@ class SharedLeases(Leases):
     `digest` is of it."""
 
     table_type: type[SharedTable] = SharedTable
+    is_below = False  # does a layer above lease to these members?
 
     def __init__(self, datasets: Iterable[Dataset]) -> None:
         super().__init__()
@@ -302,6 +301,7 @@ class SharedLeases(Leases):
         now, told = float(self.turn), list[Event]()
         for table in self.tables.values():
             table.open(members, now, may_lie=may_lie)
+        self._opened()
         for worker_id in sorted(self._instances.keys() - members.keys()):
             told += self.gone(worker_id)
             del self._instances[worker_id]
@@ -322,6 +322,9 @@ class SharedLeases(Leases):
             table.divide(words, members, now)
         self._keep()
         return told
+
+    def _opened(self) -> None:
+        """A decision has begun in each table."""
 
     def answer(self, worker_id: str, request: LeaseRequest) -> LeaseAnswer:
         return self.tables[request.dataset.name].answer(worker_id, request)
@@ -352,9 +355,16 @@ class SharedLeases(Leases):
         """Can it go on from there? Refused (BadRequest) if not."""
         if kept is None or kept is self.kept:
             return
-        theirs, ours = {one.dataset for one in check_kept(kept).tables}, set(self._datasets)
+        tables = check_kept(kept).tables
+        theirs, ours = {one.dataset for one in tables}, set(self._datasets)
         if theirs != ours:
             raise BadRequest(f"the run's lease table is of {_named(theirs)}, and this member trains {_named(ours)}")
+        if any((one.above is not None) != self.is_below for one in tables):
+            theirs_is, ours_is = ("without", "with") if self.is_below else ("with", "without")
+            raise BadRequest(
+                f"the run's lease table is of members {theirs_is} a layer above that leases to them, and this one is "
+                f"{ours_is}"
+            )
 
     def go_on_from(self, kept: Mapping[str, Any] | None) -> None:
         """Where another member is, or this one was. None: at the beginning. Refused (BadRequest) if nobody can be

@@ -73,6 +73,16 @@ class FairShares:
         worker.proven = PACE_MEMORY * worker.proven + (1.0 - PACE_MEMORY) * pace if worker.proven else pace
         worker.since, worker.brought = now, units
 
+    def said(self, worker_id: str) -> tuple[int, float]:
+        """How many it had not trained, as it said last, and when."""
+        worker = self._workers[worker_id]
+        return worker.untrained, worker.at
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of those that have said something."""
+        return self._workers.keys()
+
     def gone(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
 

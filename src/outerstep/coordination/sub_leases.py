@@ -60,6 +60,13 @@ class SubLeaseTable(LeaseTable):
         else:  # each lease of them needs a record
             self.free |= new
 
+    def _hand_over(self, worker_id: str, places: Ranges) -> None:
+        """(What was done here and given up is nobody's any more: whoever is leased it trains it for the first time.)"""
+        super()._hand_over(worker_id, places)
+        for owners in (self.finished, self._earlier, self.overtaken, self._counted):
+            if owners.get(worker_id, NONE) & places:
+                self._put(owners, worker_id, owners[worker_id] - places)
+
     def withdraw(self, places: Ranges) -> None:
         """They are somebody else's now. Members that have drawn some may still bring them."""
         gone = places & self.granted

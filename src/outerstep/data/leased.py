@@ -250,19 +250,29 @@ class LeasedData:
     def _draw_shared(
         self, members: SharesData, name: str, epoch: int | None, *, measured: bool
     ) -> tuple[int, int] | None:
-        """Nobody can be waited for: the others wait for this worker's steps. It is through when it has no more."""
-        holding = self._work.holdings[name]
-        while self._is_shared and not members.is_admitted() and not self._ended:
+        """It is through when it has no more, unless more can be waited for."""
+        holding, began_at, said = self._work.holdings[name], time.monotonic(), False
+        was_admitted = True
+        while self._is_shared and not self._ended and not members.is_admitted():
+            was_admitted = False
             time.sleep(ADMITTED_S)
-        with self._changed:
-            if not self._is_shared:
-                raise WorkerError("leased data belongs to a worker: give it to attach(…, data=…), and start that first")
-            if not holding.queue and not self._ended:
-                self._hear(name, members.leased)
-            if holding.is_waiting:
+        while True:
+            with self._changed:
+                if not self._is_shared:
+                    raise WorkerError(
+                        "leased data belongs to a worker: give it to attach(…, data=…), and start that first"
+                    )
+                if (not holding.queue or not was_admitted) and not self._ended:
+                    self._hear(name, members.leased)
+                if not holding.is_waiting:
+                    return self._work.draw(name, epoch, measured=measured)
+            waits_for = members.wait_for_data() if not self._ended else None
+            if waits_for is None:
                 log.info("%r: this worker has trained its part before the next exchange", name)
                 return None
-            return self._work.draw(name, epoch, measured=measured)
+            if not said and time.monotonic() - began_at > SAY_SO_S:
+                said = True
+                log.info("waiting for %s: no unit of %r is leased to these members", printable(waits_for), name)
 
     def delivered(self, name: str, samples: int, *, trained: bool = True) -> None:
         """So many more came out of the loader, and are in the next optimizer step. Not `trained`: they are passed

@@ -30,8 +30,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..coordination.layers.between import LayerTerms
+from ..coordination.layers.sub_leasing import GrantedTables
 from ..coordination.server.claims import ClaimedWork
-from ..coordination.sub_leases import LayerLeases
 from ..errors import OuterstepError
 from ..types import Manifest
 
@@ -66,7 +66,8 @@ class Hearing(Protocol):
 class LeasesBelow(Protocol):
     """The lease tables of the layer below."""
 
-    leases: LayerLeases
+    @property
+    def leases(self) -> GrantedTables: ...
 
     def change(self, change: Callable[[float, Collection[str]], bool]) -> None:
         """Call `change(now, live members)` with exclusive access to the tables. It returns True if they must be

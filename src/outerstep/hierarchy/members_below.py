@@ -26,7 +26,7 @@ from ..coordination.server.claims import ClaimedWork
 from ..topology.cluster_part import ClusterPart
 from ..topology.leadership import ClusterMembers, ClusterSettings, KeptRecord, Leadership, MakeLeader, NotLeading
 from ..types import LONGEST_KIND, MOST_IN_CLUSTER, MOST_KINDS, MOST_REPORTED, MOST_UNIT_STEPS, Manifest, MemberFacts
-from .below import Hearing, NotKept
+from .below import Hearing, LeasesBelow, NotKept
 from .leader import Leader
 from .reach import ReachProbe
 from .state_file import pack, unpack
@@ -39,9 +39,7 @@ RECORD, DONE = "record", "done"  # the leader's own record, and the cluster's pr
 class MembersBelow:
     """(`Below`.) For one term of leadership: a replica that is chosen again starts another term."""
 
-    @property
-    def data(self) -> None:
-        """None: members lease from the table that they share."""
+    record_may_be_old = True  # it may be from a state that a script has saved, or all who held the newest have died
 
     def __init__(
         self,
@@ -57,9 +55,9 @@ class MembersBelow:
         self.manifest = manifest
         self.fragments: Sequence[Collection[str]] = members.plan.fragments
         self._target, self._is_new = target, is_new
-        self._record = members.record
+        self._record, self._versions = members.record, dict(members.versions)
+        self.data: LeasesBelow | None = members.data.begin() if members.data is not None else None
         self._since = self._part
-        self.record_may_be_old = leadership.resumes  # the record may come from a state that a script saved
 
     @property
     def _part(self) -> ClusterPart:
@@ -68,7 +66,7 @@ class MembersBelow:
         return part
 
     def begin(self, leader: Hearing) -> None:
-        leader.began(self._target, is_new=self._is_new)
+        leader.began(self._target, is_new=self._is_new, versions=self._versions)
 
     def keep(self, record: Mapping[str, Any]) -> None:
         part = self._part

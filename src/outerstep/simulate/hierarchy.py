@@ -91,13 +91,14 @@ class HierarchyWorld:
         worker_type: type[SimWorker] = SimWorker,
         server_type: type[LayerServer] = LayerServer,
         life_type: type[ReplicaLife] = ReplicaLife,
+        group_type: type[SimGroup] = SimGroup,
         log: list[str] | None = None,
     ) -> None:
         self.scenario = scenario
         self.rng = random.Random(f"hierarchy world {seed}")
         self.agenda = Agenda()
         self.history = HierarchyHistory(log=log, clock=lambda: self.agenda.now)
-        self._worker_type, self._server_type = worker_type, server_type
+        self._worker_type, self._server_type, self._group_type = worker_type, server_type, group_type
         self._seed, self._leader_type, self._life_type, self._starts = seed, leader_type, life_type, 0
         self._drained: set[str] = set()
         sites, clusters = scenario.sites, scenario.clusters
@@ -150,7 +151,7 @@ class HierarchyWorld:
         if plan.kind == "group":
             history = self._history(name)
             upward = self._upward(parent, plan.wait_s)
-            group = SimGroup(
+            group = self._group_type(
                 name,
                 plan.members,
                 self.scenario.fragments,

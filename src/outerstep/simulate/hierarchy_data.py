@@ -16,6 +16,7 @@ from ..events import Event, UnitsDone
 from ..ranges import Ranges
 from ..types import Dataset
 from .data import ModelLedger, SimDataWorker
+from .group_data import LeasingGroup
 from .hierarchy import HierarchyHistory, HierarchyWorld, Layer
 from .hierarchy_scenario import HierarchyScenario
 from .layer_server import LayerServer
@@ -30,11 +31,15 @@ class LeasingWorld(HierarchyWorld):
         self.dataset = dataset
         trains = {"dataset": dataset, "batch": batch}
         worker_type = type("Worker", (options.pop("worker_type", SimDataWorker),), trains)
-        super().__init__(scenario, seed, worker_type=worker_type, **options)
+        group_type = type("Group", (options.pop("group_type", LeasingGroup),), {"dataset": dataset})
+        super().__init__(scenario, seed, worker_type=worker_type, group_type=group_type, **options)
         assert isinstance(self.top.place, LayerServer)
         self.top.place.watch = self._heard_at_the_top
 
     def table(self, layer: Layer) -> LeaseTable | None:
+        if isinstance(layer.place, LeasingGroup):
+            newest = layer.place.newest
+            return newest.leases.tables[self.dataset.name] if newest is not None else None
         assert isinstance(layer.place, LayerServer)
         return layer.place.coordinator.leases.tables.get(self.dataset.name)
 
@@ -62,7 +67,7 @@ class LeasingWorld(HierarchyWorld):
             below = self.table(layer)
             if isinstance(below, SubLeaseTable):
                 self._check_places(layer, below, below.granted - below.given_up)
-                counted += below.repeated
+                counted += layer.place.repeated if isinstance(layer.place, LeasingGroup) else below.repeated
             elif below is not None:
                 self.history.violated(f"{layer.name} leases places that nobody has granted to it")
         if table is None:
@@ -90,8 +95,7 @@ class LeasingWorld(HierarchyWorld):
         faults["units_free"] += table.free.total
 
     def _check_places(self, layer: Layer, table: LeaseTable, all_of_it: Ranges) -> None:
-        assert isinstance(layer.place, LayerServer)
-        live = layer.place.coordinator.members.live_ids
+        live = layer.place.coordinator.members.live_ids if isinstance(layer.place, LayerServer) else table.held
         names = ("free", "lost", "unclaimed", *(("fresh",) if isinstance(table, SubLeaseTable) else ("done",)))
         places = {name: getattr(table, name) for name in names}
         for name, theirs in table.held.items():

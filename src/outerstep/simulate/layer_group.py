@@ -28,6 +28,7 @@ from .history import Contents, StepName
 from .layer_history import TAKEN_BACK, LayerHistory, Model
 from .layer_server import Upward
 from .leader import Change, SimLeader, SimLeaderRecord, copied
+from .leader_data import SimDataBelow
 from .server import ABOVE
 from .storage import encoded
 
@@ -76,6 +77,8 @@ class MemberBelow:
     """(`SimBelow`.) The cluster, as one process of it sees it: what it keeps and moves, it does in a quorum that it
     leads."""
 
+    record_may_be_old = True
+
     def __init__(self, group: SimGroup, member: SimMember) -> None:
         self._group, self._member, self._instance = group, member, member.instance
         self._read = 0  # the number of the record that was read
@@ -94,8 +97,9 @@ class MemberBelow:
         return {}
 
     @property
-    def data(self) -> None:
-        """Members without a server lease none from a layer above."""
+    def data(self) -> SimDataBelow | None:
+        """These train none that is leased."""
+        return None
 
     def rounds_since(self, version: int) -> int:
         return sum(self._group.is_round[version + 1 : self._member.version + 1])
@@ -144,6 +148,8 @@ class MemberBelow:
 
 class SimGroup:
     """`round_s`: between two rounds. `failing`: how often a quorum comes to nothing."""
+
+    below_type: type[MemberBelow] = MemberBelow
 
     def __init__(
         self,
@@ -195,8 +201,23 @@ class SimGroup:
         self._bury(member)
         member.life, member.seen = self._born()
         member.was_behind = member.has_healed = False
+        self._began_again(member)
         if self._lead is member:
             self._lead = None
+
+    # --- what members train (group_data.py) -------------------------------------------------------------------------
+
+    def _began_again(self, member: SimMember) -> None:
+        """It has nothing."""
+
+    def _healed(self, member: SimMember, newest: SimMember) -> None:
+        """It has what that one has."""
+
+    def _took_step(self, member: SimMember) -> None:
+        """One more is unsent."""
+
+    def _closed(self, awake: list[SimMember], brings: list[SimMember]) -> None:
+        """A round, with the steps of those who bring some."""
 
     def pause(self, member: SimMember, seconds: float) -> None:
         member.paused_until = self.agenda.now + seconds
@@ -232,6 +253,7 @@ class SimGroup:
                 member.was_behind = newest.has_healed = True
                 member.version, member.serial = newest.version, newest.serial
                 member.record, member.record_number = copied(newest.record), newest.record_number
+                self._healed(member, newest)
         return awake
 
     def _begin_anew(self, awake: list[SimMember]) -> None:
@@ -324,6 +346,7 @@ class SimGroup:
                 for _ in range(2):
                     member.steps += 1
                     member.unsent.append((f"{member.name}#{member.instance}", member.steps))
+                    self._took_step(member)
         self._choose(awake)
         brings = [member for member in awake if member.unsent]
         if not brings or self.agenda.now < self.held_until:
@@ -337,6 +360,7 @@ class SimGroup:
             fragment: [(self._key(name, fragment), steps) for name, steps in made] for fragment in range(self.fragments)
         }
         self._publish(awake, contents, is_round=True)
+        self._closed(awake, brings)
         for member in brings:
             member.unsent.clear()
         if self._lead is not None and self._lead.leader is not None:
@@ -399,7 +423,7 @@ class SimGroup:
             self.name,
             lead.name,
             1000 * self._starts,
-            MemberBelow(self, lead),
+            self.below_type(self, lead),
             self._upward.above,
             self.agenda,
             self._upward.rng,

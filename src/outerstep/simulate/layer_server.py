@@ -67,6 +67,8 @@ class Upward:
 class LayerServer(SimServer):
     """(`SimBelow`.)"""
 
+    record_may_be_old = False
+
     def __init__(
         self,
         name: str,

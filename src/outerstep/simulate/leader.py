@@ -64,6 +64,9 @@ class SimBelow(Protocol):
         """`then` is told why not; "" = it is kept."""
 
     def kept(self) -> SimLeaderRecord | None: ...
+
+    record_may_be_old: bool
+
     def has_newest(self) -> bool:
         """No record was kept after the one that `kept` returned. (Else all who held it have died.)"""
 
@@ -129,6 +132,11 @@ class SimUpward(CarriedUpward[Named], SimWorker):
         history = self._history
         assert isinstance(history, LayerHistory)
         return history.model(fragment, held.version if held is not None else 0)
+
+    @property
+    def contributed(self) -> list[int]:
+        """The fragments of which the server has something from this cluster."""
+        return [i for i, state in enumerate(self._session.joined.fragments) if state.last_sequence]
 
     def saved_now(self) -> SimSaved:
         self._save()
@@ -335,6 +343,10 @@ class SimLeader(CarriedLeader[Model]):
 
     def _joined(self, task: JoinAbove) -> None:
         self.worker = self.workers[-1]
+        if self._below.record_may_be_old and self._saved is not None and self._saved.worker is None:
+            self.worker.overtaken = self.worker.contributed  # whoever led when it joined has died, with its record
+        if self.worker.overtaken and self.asking is not None:
+            self.asking.machine.begin(self._below.versions(), gives_up=True)
         self._settle_data()
         if self.asking is not None:
             self.asking.look()

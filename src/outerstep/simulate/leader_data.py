@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Protocol
 
-from ..coordination.layers.sub_leasing import SubLeasing
-from ..coordination.sub_leases import LayerLeases
+from ..coordination.layers.sub_leasing import GrantedTables, SubLeasing
 from ..coordination.worker.units import LeaseRequest
 from ..errors import OuterstepError
 from ..types import Answer, LeaseAnswer
@@ -25,7 +24,7 @@ class SimDataBelow(Protocol):
     """A layer below that leases data to its members."""
 
     @property
-    def leases(self) -> LayerLeases: ...
+    def leases(self) -> GrantedTables: ...
 
     def members_here(self) -> Collection[str]: ...
 

@@ -29,6 +29,7 @@ from ..digest import data_hash
 from ..errors import OuterstepError
 from ..types import Manifest, Plan
 from .cluster_part import ClusterPart
+from .members_data import MembersData
 
 POLL_S = 1.0  # while the replicas wait, the leader comes to a quorum at least so often: no lighthouse leaves it out
 LOOK_S = 0.5
@@ -55,8 +56,8 @@ class MoveRefused(OuterstepError):
 class ClusterLeader(Protocol):
     """The leader in this process, as its replica sees it."""
 
-    def published(self, target: Mapping[str, Tensor]) -> None:
-        """There is a new version of these tensors."""
+    def published(self, target: Mapping[str, Tensor], versions: Mapping[int, int]) -> None:
+        """There is a new version of these tensors. `versions`: which, by fragment."""
 
     def round_closed(self, fragment: int = 0) -> None:
         """With replicas in it; told after `published`."""
@@ -133,6 +134,14 @@ class ClusterMembers(Protocol):
     @property
     def record(self) -> KeptRecord:
         """The last that was kept."""
+
+    @property
+    def versions(self) -> Mapping[int, int]:
+        """Of the fragments, as the cluster has them."""
+
+    @property
+    def data(self) -> MembersData | None:
+        """What a layer above leases to them; None: nothing."""
 
 
 class Leadership:
@@ -246,9 +255,9 @@ class Leadership:
                 return
         leader.stand_down(LEAVES)  # the replica left meanwhile, and nobody else would tell it
 
-    def published(self, target: Mapping[str, Tensor]) -> None:
+    def published(self, target: Mapping[str, Tensor], versions: Mapping[int, int]) -> None:
         if self._leader is not None:
-            self._leader.published(target)
+            self._leader.published(target, versions)
 
     def round_closed(self, fragment: int = 0) -> None:
         if self._leader is not None:

@@ -233,6 +233,11 @@ class SharesData(Protocol):
     def leased(self, request: LeaseRequest) -> LeaseAnswer:
         """By the own table, as it was decided last: nobody is asked."""
 
+    def wait_for_data(self) -> str | None:
+        """Nothing is left to draw here, and more may come: until something may have changed. What is waited for, in
+        words; None: it cannot be waited for, because the others wait for this worker's steps. Raises WorkerError if
+        nothing will ever come."""
+
     def data_progress(self) -> list[dict[str, Any]]:
         """Of each dataset, the fields of `DataStatus`."""
 

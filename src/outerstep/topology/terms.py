@@ -14,6 +14,7 @@ import msgspec
 
 from ..coordination.server.plan import check_manifest, settle
 from ..coordination.shared_leases import SharedLeases
+from ..coordination.shared_sub_leases import LeaseNews
 from ..core.codecs.recipe import Recipe
 from ..core.fragments import FragmentManager, check_cycle
 from ..core.outer import OuterRule
@@ -155,7 +156,9 @@ def _differences(first: Rank, other: Rank) -> list[tuple[str, object, object]]:
 
 class ExchangeHeader(msgspec.Struct, frozen=True):
     """What a rank is about to exchange. `last`: it is at the end of its training; `started_over`: it has dropped steps
-    since its last exchange. `data`: digest of the leased units that end in it; each rank has trained its part."""
+    since its last exchange. `data`: digest of the leased units that end in it, each of which each rank has trained its
+    part of, and of what the rank says of its data. `news`: of the first rank of a cluster, what the layer above says of
+    it."""
 
     fragment: int
     base_version: int
@@ -165,6 +168,7 @@ class ExchangeHeader(msgspec.Struct, frozen=True):
     last: bool
     started_over: bool = False
     data: str = ""
+    news: tuple[LeaseNews, ...] = ()
 
 
 def check_headers(headers: Sequence[ExchangeHeader]) -> None:

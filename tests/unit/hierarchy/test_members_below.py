@@ -38,6 +38,8 @@ class Members:
     plan: Plan = PLAN
     cluster: ClusterPart | None = field(default_factory=lambda: ClusterPart.fresh(1))
     record: KeptRecord = field(default_factory=KeptRecord)
+    versions: dict[int, int] = field(default_factory=lambda: {0: 0})
+    data: None = None
 
     @property
     def own(self) -> Told:

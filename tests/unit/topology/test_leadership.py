@@ -26,7 +26,7 @@ class SilentLeader:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def published(self, target: object) -> None:
+    def published(self, target: object, versions: object) -> None:
         self.heard.append("published")
 
     def round_closed(self, fragment: int = 0) -> None:

@@ -17,7 +17,7 @@ sent. A place that is done in a version up to `versions` is in the latter, any o
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import convert, to_builtins
 from msgspec.structs import replace
@@ -26,7 +26,6 @@ from ...errors import Refused
 from ...ranges import Ranges
 from ...types import MOST_RANGES, MOST_WANTED, Dataset, LeaseAnswer, Trained
 from ..leases import end_of
-from ..sub_leases import LayerLeases, SubLeaseTable
 from ..worker.machine import Units, WorkerState
 from ..worker.units import Holding, LeasedWork, LeaseRequest
 
@@ -35,22 +34,66 @@ IS_SILENT = "the layer above, which does not answer"
 REFUSED_AGAIN_S, OVER_AGAIN_S, AGAIN_S = 10.0, 2.0, 0.5
 
 
+class GrantedTable(Protocol):
+    """One dataset, of which the layer above grants the cluster a part: a server's table (sub_leases.py), or what the
+    leader of members sees of theirs (shared_sub_leases.py)."""
+
+    dataset: Dataset
+    waits_above: str
+
+    @property
+    def granted(self) -> Ranges: ...
+    @property
+    def given_up(self) -> Ranges: ...
+    @property
+    def refusal(self) -> Refused | None: ...
+    @refusal.setter
+    def refusal(self, why: Refused | None) -> None: ...
+    def grant(self, places: Ranges) -> None: ...
+    def withdraw(self, places: Ranges) -> None: ...
+    def was_told(self, given_up: Ranges) -> None: ...
+    def nothing_is_left(self, asked_at: float) -> None: ...
+    def told(self, versions: Mapping[int, int]) -> None: ...
+    def give_up_parts(self, versions: Mapping[int, int]) -> None: ...
+    def done_after(self, versions: Mapping[int, int], up_to: Mapping[int, int] | None = None) -> Ranges: ...
+    def parts_in(self, versions: Mapping[int, int]) -> Ranges: ...
+    def spare(self, live: Collection[str], now: float) -> Ranges: ...
+    def demand(self, live: Collection[str], now: float, holds: Ranges) -> tuple[int, int, bool]: ...
+    def pace(self, live: Collection[str], now: float) -> float: ...
+
+
+class GrantedTables(Protocol):
+    """All datasets of a cluster. `failure`: why it has lost the layer above."""
+
+    is_below: bool
+
+    @property
+    def failure(self) -> str: ...
+    @failure.setter
+    def failure(self, why: str) -> None: ...
+    @property
+    def sub_tables(self) -> Mapping[str, GrantedTable]: ...
+
+
 class SubLeasing:
     """`leases`: the cluster's own tables. `to_note`: they have changed in a way that must be recorded."""
 
-    def __init__(self, leases: LayerLeases) -> None:
+    def __init__(self, leases: GrantedTables) -> None:
         leases.is_below = True
         self.leases, self.to_note = leases, False
+        self.work = LeasedWork(())
         self.begin({})
 
     def begin(self, versions: Mapping[int, int], *, gives_up: bool = False) -> None:
         """Nothing was sent of what is done in later versions than these, and what is done in them is known to the layer
-        above. `gives_up`: or was given up."""
+        above. `gives_up`: or was given up. (The worker above may be one that goes on: numbers are not used twice.)"""
         if gives_up:
             self._give_up_parts(versions)
         self._steps_given_up, self._gave_up = 0, False  # by the worker above; in its last exchange
-        self.work, self.versions = LeasedWork(()), dict(versions)
-        self._asked: dict[str, tuple[SubLeaseTable | None, float]] = {}  # with the last request: of which table, when
+        number, self.versions = self.work.next_number, dict(versions)
+        self.work = LeasedWork(())
+        self.work.begin_after(number)
+        self._asked: dict[str, tuple[GrantedTable | None, float]] = {}  # with the last request: of which table, when
         self._forgotten: set[str] = set()  # by the cluster, and the layer above knows
         self._not_before: dict[str, float] = {}
 
@@ -69,9 +112,7 @@ class SubLeasing:
                 requests.append(request)
         return requests
 
-    def _request(
-        self, name: str, table: SubLeaseTable | None, now: float, live: Collection[str]
-    ) -> LeaseRequest | None:
+    def _request(self, name: str, table: GrantedTable | None, now: float, live: Collection[str]) -> LeaseRequest | None:
         holding = self.work.holdings[name] if table is None else self.work.add(table.dataset)
         count, untrained, waits, pace, is_spare = 0, 0, False, 0.0, table is None
         if table is not None:
@@ -100,7 +141,7 @@ class SubLeasing:
             min(pace, 1e9),
         )
 
-    def _take_stock(self, holding: Holding, table: SubLeaseTable | None) -> None:
+    def _take_stock(self, holding: Holding, table: GrantedTable | None) -> None:
         """What is the cluster's, and in nothing that it has sent."""
         holding.queue = Ranges()
         if table is not None:
@@ -190,6 +231,7 @@ class SubLeasing:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.begin({int(fragment): int(version) for fragment, version in state["versions"]})
+        self.work = LeasedWork(())
         for dataset in state["datasets"]:
             self.work.add(convert(dataset, Dataset))
         self.work.load_state(state["work"])

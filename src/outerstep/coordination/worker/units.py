@@ -238,6 +238,14 @@ class LeasedWork:
         self._next += places
         return self._next - places
 
+    @property
+    def next_number(self) -> int:
+        return self._next
+
+    def begin_after(self, number: int) -> None:
+        """The numbers below are of units that somebody else has drawn, whose machine this worker has taken over."""
+        self._next, self._put_back = number, Ranges([(0, number)])
+
     # --- of a cluster, whose members draw and train ---------------------------------------------------------------
 
     def add(self, dataset: Dataset) -> Holding:

@@ -27,12 +27,14 @@ import msgspec
 import torch
 from torch import Tensor
 
+from ...coordination.shared_sub_leases import LeaseNews
 from ...digest import data_hash
 from ...errors import ConfigError
 from ...types import Manifest
 from ..cluster_part import ClusterPart, ReportedWork
 from ..forms import Form
 from ..leadership import Aside, ClusterSettings, KeptRecord, Leadership
+from ..members_data import MembersData
 from ..terms import Rank
 from ..update import anchor_hash, copies, empty_anchor
 from .peers import Links, Peers
@@ -54,6 +56,15 @@ class LeaderWord(msgspec.Struct, frozen=True):
     ended: bool = False
     drain: str = ""
     doubts: bool = False
+
+
+class DataWord(msgspec.Struct, frozen=True):
+    """What rank 0 says when the ranks have nothing left to train: `news` of the layer above, what is waited for, and
+    `drain` as above."""
+
+    news: tuple[LeaseNews, ...] = ()
+    waiting_for: str = ""
+    drain: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,8 +112,10 @@ class RankCluster:
         peers: Peers,
         links: Links,
         saved: SavedCluster | None,
+        data: MembersData | None = None,
     ) -> None:
-        """`ranks`: how each introduced itself."""
+        """`ranks`: how each introduced itself. `data`: what the layer above leases to them."""
+        self.data, self.versions = data, dict[int, int]()
         self.own, self.offers = ranks[peers.rank], [ToldRank(rank.worker_id) for rank in ranks]
         self.plan, self._forms, self._peers, self._links = self.own.plan, forms, peers, links
         self._settings, self._saved = settings, saved
@@ -126,6 +139,7 @@ class RankCluster:
         """With these anchors. Returns those that the layer above has moved. All wait until the cluster has joined it; a
         job that goes on from saved states for a minute at least, for it is to know what became of what it sent."""
         leadership = self.leadership
+        self.versions = {fragment: anchor.version for fragment, anchor in anchors.items()}
         if self._leads:
             target = {name: tensor for anchor in anchors.values() for name, tensor in anchor.values.items()}
             leadership.make_leader = self._settings.lead(leadership, self, manifest)
@@ -160,8 +174,9 @@ class RankCluster:
             with self._lock:
                 self.cluster = self.cluster.after_round(done)
         self._ahead = {fragment: made}
+        self.versions[fragment] = made.version
         if self._leads:
-            self.leadership.published(made.values)
+            self.leadership.published(made.values, {fragment: made.version})
             self.leadership.round_closed(fragment)
         self._listen(self._before(anchors, versions))
         return self._ahead
@@ -191,9 +206,11 @@ class RankCluster:
                 self._ahead[fragment] = self._take(fragment, now.version + 1, made.get(fragment))
                 with self._lock:
                     self.cluster = self.cluster.after_move(fragment, self.word.serial, now.version + 1)
+                self.versions[fragment] = now.version + 1
             if made:
                 for fragment in made:
-                    self.leadership.published(self._ahead[fragment].values)
+                    ahead = self._ahead[fragment]
+                    self.leadership.published(ahead.values, {fragment: ahead.version})
                 assert self.leadership.aside is not None
                 self.leadership.brought(self.leadership.aside)
             if self.word.ended if ends else not self.word.holds:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ...coordination.shared_leases import SharedLeases, terms_of
+from ...coordination.shared_sub_leases import LeaseNews, SharedSubLeases
 from ...coordination.weights import rank_weights
 from ...coordination.worker.units import LeaseRequest
 from ...core.codecs import Dither
@@ -39,11 +40,12 @@ from ...core.state import FragmentState
 from ...core.watch import watched
 from ...digest import data_hash
 from ...errors import AnchorsDiffer, ConfigError, RoundStuck, WorkerError
-from ...types import LeaseAnswer, Manifest, Participant, Plan, Trained, WeightBy, Wishes
+from ...types import LeaseAnswer, LeaseStatement, Manifest, Participant, Plan, Trained, WeightBy, Wishes
 from ..carrying import CarryingThread, step_aside
 from ..encode import Encoded, Squares, as_deltas, sender_to_peers, write_at
 from ..forms import forms_of
-from ..leadership import ClusterSettings
+from ..leadership import POLL_S, ClusterSettings
+from ..members_data import MembersData
 from ..protocol import Agreed, Contribution, DataVoice, FinishedTicket, Joined, Orders, Sight
 from ..reduce import ReducedMean, Reducer, down_rules
 from ..terms import (
@@ -57,7 +59,16 @@ from ..terms import (
     introduction,
 )
 from ..update import AnchorUpdate, MeanStep, WholeAnchor, anchor_hash, apply_to, copies, empty_anchor
-from .cluster import NewAnchor, RankCluster, SavedCluster, loaded_terms, wait_for_device
+from .cluster import (
+    LEADER,
+    LONGEST_WORDS,
+    DataWord,
+    NewAnchor,
+    RankCluster,
+    SavedCluster,
+    loaded_terms,
+    wait_for_device,
+)
 from .peers import Links, Peers, make_links, peers_of_job
 
 log = logging.getLogger(__name__)
@@ -86,6 +97,7 @@ class AllReduceTicket:
     ) -> None:
         self._topology = topology
         self.fragment, self.data = contribution.fragment, contribution.data
+        self.said: tuple[LeaseStatement, ...] = ()  # of leased data, in a cluster
         self.sequence = sequence
         self.base_version = contribution.base_version
         self.stuck_after_s = stuck_after_s
@@ -169,6 +181,7 @@ class AllReduceTopology:
         self._drain = ""
         self._voice: DataVoice | None = None
         self._leases: SharedLeases | None = None
+        self._data_below: MembersData | None = None  # in a cluster
         self._thread = CarryingThread("outerstep-allreduce")
         self._thread.submit(lambda: step_aside(self._links.device)).result()
 
@@ -185,7 +198,7 @@ class AllReduceTopology:
             heard = self._peers.exchange("join", msgspec.msgpack.encode(own))
             self._ranks = [msgspec.msgpack.decode(one, type=Rank) for one in heard]
             check_terms(self._ranks)
-            self._decide_data((0, 0), (), plan)
+            self._decide_data((0, 0), (), plan, self._say(plan))
             self._peers.labels = [f"rank {number}, {one.label}" for number, one in enumerate(self._ranks)]
             forms, rules = forms_of(plan, manifest), down_rules(plan, manifest)
             roles = {spec.name: spec.role for spec in manifest.parameters}
@@ -209,7 +222,14 @@ class AllReduceTopology:
         in a loaded state are to be dropped."""
         state, forms = self._loaded_state, [reducer.form for reducer in self._reducers]
         saved = SavedCluster(state, len(forms)) if state is not None and "cluster" in state else None
-        cluster = self._cluster = RankCluster(settings, self._ranks, forms, self._peers, self._links, saved)
+        if self._data_below is not None and plan.delay:
+            raise ConfigError(
+                f"fragment_delay must be 0 in an all-reduce job that leases data from a layer above, got {plan.delay}: "
+                "its ranks draw in step only if nothing is under way meanwhile"
+            )
+        cluster = self._cluster = RankCluster(
+            settings, self._ranks, forms, self._peers, self._links, saved, self._data_below
+        )
         begins = {f: NewAnchor(one.version, one.anchor, one.anchor_hash) for f, one in self._begins.items()}
         moved = self._in_turn(lambda: cluster.begin(manifest, begins, is_new=state is None))
         overtaken = cluster.doubtful(moved)
@@ -283,6 +303,8 @@ class AllReduceTopology:
         """Encode now (the weights will change); the rest happens when the exchanges before it are over."""
         self._begun += 1
         ticket = AllReduceTicket(self, contribution, self._begun, stuck_after_s)
+        if self._cluster is not None:
+            ticket.said = self._say()
         squares = Squares()
         with self._others_told():
             payload = self._encode(contribution, ticket.sequence, squares)
@@ -347,7 +369,8 @@ class AllReduceTopology:
             tokens=contribution.tokens,
             last=ticket.stuck_after_s is not None,
             started_over=contribution.owes_nothing,
-            data=data_hash([msgspec.json.encode(contribution.data)]) if contribution.data else "",
+            data=data_hash([msgspec.json.encode([contribution.data, ticket.said])]) if contribution.data else "",
+            news=self._news(),
         )
         heard = self._peers.exchange("exchange", msgspec.msgpack.encode(own), stuck_after_s=ticket.stuck_after_s)
         headers = [msgspec.msgpack.decode(one, type=ExchangeHeader) for one in heard]
@@ -375,6 +398,8 @@ class AllReduceTopology:
             self._spread_momentum(fragment)
             values = self._rank_0s(fragment, values)
             made = NewAnchor(made.version, values, anchor_hash(values.values()))
+        plan = self._ranks[self._peers.rank].plan
+        self._decide_data((fragment, made.version), ticket.data, plan, ticket.said, headers[LEADER].news)
         versions = [one.version for one in self._states]
         ticket.ahead = cluster.after_round(fragment, made, self._anchors, versions, list(headers))
         ticket.drain = cluster.word.drain
@@ -402,7 +427,8 @@ class AllReduceTopology:
             update, version, above = own.update, own.version, own.above
             others = tuple(self._agreed(f, a, plan) for f, a in ticket.ahead.items() if f != ticket.fragment)
             self._unadopted, self._drain = set(ticket.ahead), ticket.drain
-        self._decide_data((ticket.fragment, version), ticket.data, plan)
+        if self._cluster is None:
+            self._decide_data((ticket.fragment, version), ticket.data, plan, self._say())
         participants = tuple(
             Participant(worker_id=rank.worker_id, sequence=ticket.sequence, weight=weight, norm=norm)
             for rank, weight, norm in zip(self._ranks, ticket.weights, mean.norms, strict=True)
@@ -437,18 +463,24 @@ class AllReduceTopology:
         return self._peers.rank, self._peers.size
 
     def share_data(self, voice: DataVoice) -> None:
-        if self._cluster_settings is not None:
-            raise ConfigError(
-                "ranks that are a cluster of a layer above lease no data yet; leave `data` out, or let the job be a "
-                "worker of a server that has the layer above (docs/concepts/data.md#clusters)"
-            )
-        self._voice, self._leases = voice, SharedLeases(voice.datasets)
+        self._voice = voice
+        if self._cluster_settings is None:
+            self._leases = SharedLeases(voice.datasets)
+        else:
+            self._leases = leases = SharedSubLeases(voice.datasets)
+            self._data_below = MembersData(leases)
         kept = (self._loaded_state or {}).get("data")
         check_loaded_table(self._leases, kept)
         self._leases.go_on_from(kept)
+        if kept is not None and isinstance(self._leases, SharedSubLeases):
+            self._leases.doubt()
 
     def is_admitted(self) -> bool:
-        return True
+        """In a cluster that goes on from saved states not before the layer above has said what is still theirs."""
+        if not isinstance(self._leases, SharedSubLeases) or self._leases.is_confirmed or self._drain:
+            return True
+        self.wait_for_data()
+        return False
 
     def leased(self, request: LeaseRequest) -> LeaseAnswer:
         assert self._leases is not None
@@ -458,14 +490,64 @@ class AllReduceTopology:
         assert self._leases is not None
         return self._leases.progress()
 
-    def _decide_data(self, round_: tuple[int, int], trained: tuple[Trained, ...], plan: Plan) -> None:
+    def wait_for_data(self) -> str | None:
+        """In a cluster all ranks have nothing left at the same point, and meet there until the layer above has leased
+        them something."""
+        leases = self._leases
+        if self._cluster is None or not isinstance(leases, SharedSubLeases):
+            return None
+        with self._others_told():
+            said = self._say()
+            word = self._in_turn(lambda: self._meet_for_data(said))
+        if leases.trouble:
+            raise WorkerError(f"the layer above leases nothing more to these ranks: {leases.trouble}")
+        self._drain = word.drain or self._drain
+        return None if word.drain else word.waiting_for
+
+    def _meet_for_data(self, said: tuple[LeaseStatement, ...]) -> DataWord:
+        """In the carrying thread, which is not in an exchange: nothing is drawn meanwhile."""
+        cluster, own = self._cluster, DataWord()
+        assert cluster is not None
+        if self._peers.rank == LEADER:
+            assert self._data_below is not None
+            news = self._data_below.news(POLL_S)
+            own = DataWord(news, self._data_below.waiting_for, cluster.leadership.ends_because[:LONGEST_WORDS])
+        heard = self._peers.exchange("data", msgspec.msgpack.encode(own))
+        word = msgspec.msgpack.decode(heard[LEADER], type=DataWord)
+        self._decide_data((0, 0), (), self._ranks[self._peers.rank].plan, said, word.news)
+        return word
+
+    def _news(self) -> tuple[LeaseNews, ...]:
+        """On the rank that leads the cluster."""
+        return self._data_below.news() if self._data_below is not None and self._peers.rank == LEADER else ()
+
+    def _say(self, plan: Plan | None = None) -> tuple[LeaseStatement, ...]:
+        """Of what it has drawn and trained: at the same step on all ranks, so all say the same."""
+        if self._voice is None or self._leases is None:
+            return ()
+        plan = plan or self._ranks[self._peers.rank].plan
+        return self._voice.say(self.leased, plan.sync_every, self._leases.turn)
+
+    def _decide_data(
+        self,
+        round_: tuple[int, int],
+        trained: tuple[Trained, ...],
+        plan: Plan,
+        said: tuple[LeaseStatement, ...],
+        news: tuple[LeaseNews, ...] = (),
+    ) -> None:
         """The ranks train every unit together, in step: they are one holder of leases, and all of them decide the
-        same."""
+        same. (In a cluster the carrying thread does, before its leader hears of the round.)"""
         if self._voice is None or self._leases is None:
             return
-        said = self._voice.say(self.leased, plan.sync_every, self._leases.turn)
-        fragments = len(plan.fragments)
-        events = self._leases.decide({ALL_RANKS: ""}, {ALL_RANKS: said}, {ALL_RANKS: trained}, round_, fragments)
+        leases, who, fragments = self._leases, {ALL_RANKS: ""}, len(plan.fragments)
+        statements, brought = {ALL_RANKS: said}, {ALL_RANKS: trained}
+        if isinstance(leases, SharedSubLeases):
+            events = leases.decide(who, statements, brought, round_, fragments, news=news)
+        else:
+            events = leases.decide(who, statements, brought, round_, fragments)
+        if self._data_below is not None:
+            self._data_below.has_decided()
         self._voice.decided(said, events)
 
     # --- the anchor -------------------------------------------------------------------------------------------------

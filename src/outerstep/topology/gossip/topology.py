@@ -171,6 +171,9 @@ class GossipTopology(PeerTopology):
         with self._node.lock:
             return self._node.peer.is_member
 
+    def wait_for_data(self) -> None:
+        """The others wait for this worker's steps."""
+
     def data_progress(self) -> list[dict[str, Any]]:
         return self._table().progress()
 

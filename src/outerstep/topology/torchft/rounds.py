@@ -33,6 +33,7 @@ from torch import Tensor
 
 from ...coordination.layers.replica_life import ReplicaLife
 from ...coordination.shared_leases import SharedLeases
+from ...coordination.shared_sub_leases import SharedSubLeases
 from ...coordination.weights import rank_weights
 from ...coordination.worker.units import LeaseRequest
 from ...core.codecs import Dither
@@ -45,7 +46,8 @@ from ...types import LeaseAnswer, LeaseStatement, Participant, Trained, Watched
 from ..cluster_part import ClusterPart
 from ..encode import Encoded
 from ..forms import forms_of
-from ..leadership import HANDED_OVER, Aside, KeptRecord, Leadership
+from ..leadership import HANDED_OVER, POLL_S, Aside, KeptRecord, Leadership
+from ..members_data import MembersData
 from ..protocol import DataVoice
 from ..reduce import ReducedMean, Reducer, down_rules, runs_of
 from ..terms import Rank, check_pair
@@ -89,6 +91,7 @@ class Brought:
     waits: bool = False  # for what the leader of the cluster brings
     trained: tuple[Trained, ...] = ()  # leased units whose last step is in it
     last: bool = False  # at the end of the training: for what becomes of it in the layer above
+    dry: bool = False  # nothing leased is left to train: for more of it. The replica adopts nothing meanwhile
     _error: BaseException | None = None
     _filled: threading.Event = field(default_factory=threading.Event)
 
@@ -114,7 +117,7 @@ class Brought:
 
     @property
     def joins(self) -> bool:
-        return self.is_empty and not self.waits and not self.last
+        return self.is_empty and not (self.waits or self.last or self.dry)
 
 
 @dataclass(frozen=True)
@@ -214,9 +217,15 @@ class Rounds:
         self.doubts = False  # by the leader's last word: unsent steps in a saved state may count above already
         self._voice: DataVoice | None = None
         self.leases: SharedLeases | None = None
+        self.data: MembersData | None = None  # of a cluster
         self._data_lock = threading.Lock()  # the training thread draws while the carrying one decides
         self._said: tuple[LeaseStatement, ...] = ()  # of leased data, at the last meeting
         self._not_held: set[int] = set()  # fragments of which the replica does not hold what is ahead
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """(`ClusterMembers`.)"""
+        return {fragment: state.version for fragment, state in enumerate(self.states)}
 
     @property
     def offers(self) -> Sequence[ReplicaOffer]:
@@ -255,6 +264,8 @@ class Rounds:
         while True:
             if self._leadership is not None:
                 self._leadership.pause()
+                if brought.dry and self._leadership.leads and self.data is not None:
+                    self.data.news(POLL_S)
                 if self._leadership.is_closed:  # else one that waits for its leader would meet the others for ever
                     raise WorkerError("this replica has left its cluster")
             self.life.meets()
@@ -362,6 +373,7 @@ class Rounds:
             last=brought.last,
             data=self._said,
             trained=() if idle else brought.trained,
+            dry=brought.dry,
         )
         if self._leadership is not None:
             reaches, up_bytes_per_s = self._leadership.reach()
@@ -493,7 +505,7 @@ class Rounds:
             if stepped is not None:
                 self._step_ahead(turn, stepped)
                 self._groups.give_back(stepped.frame)
-            updates = self._all_ahead(brought.fragment)
+            updates = {} if brought.dry else self._all_ahead(brought.fragment)
         elif stepped is not None:
             updates = {turn: stepped}
         else:
@@ -505,7 +517,17 @@ class Rounds:
         return RoundOutcome(made.counted, updates, participants, sent, received, seen)
 
     def share_data(self, voice: DataVoice) -> None:
-        self._voice, self.leases = voice, SharedLeases(voice.datasets)
+        self._voice = voice
+        if self._leadership is None:
+            self.leases = SharedLeases(voice.datasets)
+        else:
+            self.leases = leases = SharedSubLeases(voice.datasets)
+            self.data = MembersData(leases)
+
+    @property
+    def holds_all(self) -> bool:
+        """Does the replica hold all that was agreed?"""
+        return not self._not_held
 
     def leased(self, request: LeaseRequest) -> LeaseAnswer:
         assert self.leases is not None
@@ -521,17 +543,27 @@ class Rounds:
         """All replicas that have this round decide the same. (One that has not is healed, with the table.)"""
         if self._voice is None or self.leases is None:
             return
+        offers, leases = self._offers, self.leases
+        members = {offer.worker_id: offer.instance for offer in offers}
+        said = {offer.worker_id: offer.data for offer in offers}
+        brought = {offer.worker_id: offer.trained for offer in made.active}
+        round_ = made.turn, self.states[made.turn].version
         with self._data_lock:
-            events = self.leases.decide(
-                {offer.worker_id: offer.instance for offer in self._offers},
-                {offer.worker_id: offer.data for offer in self._offers},
-                {offer.worker_id: offer.trained for offer in made.active},
-                (made.turn, self.states[made.turn].version),
-                len(self.states),
-            )
+            if not isinstance(leases, SharedSubLeases):
+                events = leases.decide(members, said, brought, round_, len(self.states))
+            else:
+                if offers[self._groups.rank].joins and not all(offer.joins for offer in offers):
+                    leases.confirm()  # those that were there have not begun anew
+                news = offers[made.leader].news if offers[made.leader].leads else ()
+                round_ = round_ if made.active else (0, 0)  # what its version made done may be named above already
+                events = leases.decide(members, said, brought, round_, len(self.states), news=news)
+        if self.data is not None:
+            self.data.has_decided()
         self._voice.decided(self._said, events)
 
     def _left_out(self, brought: Brought) -> RoundOutcome:
+        if brought.dry:
+            return RoundOutcome(False, {})
         if self.ahead is not None:
             return RoundOutcome(False, self._all_ahead(brought.fragment))
         if brought.is_empty:
@@ -570,6 +602,7 @@ class Rounds:
             settled=leadership.is_settled,
             named=leadership.named,
             doubts=leadership.doubts,  # after `holds`: a leader releases the others when it knows
+            news=self.data.news() if self.data is not None else (),
         )
         self._aside = aside = leadership.aside
         if aside is None:
@@ -638,7 +671,7 @@ class Rounds:
         if made.active and made.turn == 0:
             self.cluster = self.cluster.after_round(made.active)
         if made.active:
-            leadership.published(self._values(self.ahead, made.turn))
+            leadership.published(self._values(self.ahead, made.turn), {made.turn: self.states[made.turn].version})
         if made.elects:
             self._elect(leadership, made)
         elif made.active and made.turn == 0:
@@ -647,7 +680,7 @@ class Rounds:
             return outcome
         waiting = Brought(NOTHING, brought.sequence, waits=True)
         self.run(waiting, quorums, look)
-        return replace(outcome, updates=self._all_ahead(brought.fragment))
+        return outcome if brought.dry else replace(outcome, updates=self._all_ahead(brought.fragment))
 
     def _elect(self, leadership: Leadership, made: VotedRound) -> None:
         if self._groups.rank == made.leader and not leadership.leads:
@@ -681,7 +714,7 @@ class Rounds:
             state.arrive(state.version + 1, digest, self.ahead)
             self.cluster = self.cluster.after_move(fragment, said.serial, state.version)
             self._not_held.add(fragment)
-            leadership.published(values)
+            leadership.published(values, {fragment: state.version})
         if made.elects:
             self._elect(leadership, made)
         elif said is not None and said.aside:
@@ -692,9 +725,9 @@ class Rounds:
         goes_on = said is not None and (said.ended if aside.ends else not said.holds)
         if made.elects:
             goes_on = not aside.ends and leadership.wait_s == 0.0
-        if not goes_on or not (brought.joins or brought.waits or brought.last):
+        if not goes_on or not brought.is_empty:
             return None
-        return RoundOutcome(False, self._all_ahead(NOTHING))
+        return RoundOutcome(False, {} if brought.dry else self._all_ahead(NOTHING))
 
     # --- where a replica begins -----------------------------------------------------------------------------------
 

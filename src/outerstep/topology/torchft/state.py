@@ -22,6 +22,7 @@ from ...coordination.autoconfig.collected import ACCELERATOR, BACKENDS
 from ...coordination.autoconfig.members import backend_for
 from ...coordination.autoconfig.state import ClusterState
 from ...coordination.layers.leadership import MemberInSight, who_leads
+from ...coordination.shared_sub_leases import LeaseNews
 from ...types import InfoValue, LeaseStatement, Manifest, Trained
 from ..cluster_part import ClusterPart
 from ..leadership import AsideKind
@@ -103,7 +104,8 @@ class ReplicaOffer(msgspec.Struct, frozen=True):
     `accelerator` is, which `backends` it can speak, which GPU it has (`place`), and where in its life it was
     when it asked for this quorum (`came_from`).
 
-    `data`: what it says of its leased data; `trained`: units that end in its contribution."""
+    `data`: what it says of its leased data; `trained`: units that end in its contribution. `dry`: it has none left to
+    train, and waits for some; `news`: of the leader, what the layer above says of them."""
 
     worker_id: str
     label: str
@@ -143,6 +145,8 @@ class ReplicaOffer(msgspec.Struct, frozen=True):
     came_from: str = ""
     data: tuple[LeaseStatement, ...] = ()
     trained: tuple[Trained, ...] = ()
+    dry: bool = False
+    news: tuple[LeaseNews, ...] = ()
 
 
 def backend_among(offers: Sequence[ReplicaOffer]) -> Backend:

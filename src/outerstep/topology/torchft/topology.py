@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ...coordination.shared_leases import terms_of
+from ...coordination.shared_sub_leases import SharedSubLeases
 from ...coordination.worker.units import LeaseRequest
 from ...core.feedback import ErrorFeedback
 from ...errors import AnchorsDiffer, ConfigError, RoundStuck, WorkerError
@@ -152,6 +153,11 @@ class TorchftTopology:
     def _join(self, manifest: Manifest | None, wishes: Wishes) -> Joined:
         assert manifest is not None
         plan = draw_up(wishes, self._settings.weight_by, manifest, self._worker_id)
+        if self._voice is not None and self._cluster is not None and plan.delay:
+            raise ConfigError(
+                f"fragment_delay must be 0 in a cluster that leases data from a layer above, got {plan.delay}: a "
+                "replica that has none left waits for it, and can adopt nothing meanwhile"
+            )
         own = self._introduction(manifest, plan)
         rounds = Rounds(
             own,
@@ -223,6 +229,8 @@ class TorchftTopology:
             check_loaded_table(self._rounds.leases, snapshot.data)
         anchors = {name: tensor.reshape(self._tensors[name].shape) for name, tensor in copies(saved["anchors"]).items()}
         self._rounds.begin_at(snapshot, anchors, copies(saved["momentum"]))
+        if isinstance(self._rounds.leases, SharedSubLeases):
+            self._rounds.leases.doubt()
         self._quorums.step = saved["step"]
 
     def heartbeat(self, step: int, steps_per_second: float, loss: float | None) -> None:
@@ -276,18 +284,30 @@ class TorchftTopology:
         return 0, 1
 
     def share_data(self, voice: DataVoice) -> None:
-        if self._cluster is not None:
-            raise ConfigError(
-                "replicas that are a cluster of a layer above lease no data yet; leave `data` out, or let workers of a "
-                "server be that cluster (docs/concepts/data.md#clusters)"
-            )
         self._voice = voice
 
     def is_admitted(self) -> bool:
-        return True
+        """In a cluster that goes on from saved states not before the layer above has said what is still theirs."""
+        leases = self._rounds.leases
+        if not isinstance(leases, SharedSubLeases) or leases.is_confirmed or self._rounds.drain:
+            return True
+        self.wait_for_data()
+        return False
 
     def leased(self, request: LeaseRequest) -> LeaseAnswer:
         return self._rounds.leased(request)
+
+    def wait_for_data(self) -> str | None:
+        """In a cluster: until the replicas have met. (Whoever heals from this one meanwhile gets its state.)"""
+        rounds = self._rounds
+        leases = rounds.leases
+        if not isinstance(leases, SharedSubLeases) or rounds.data is None or rounds.drain:
+            return None
+        self._raise_failure()
+        if leases.trouble:
+            raise WorkerError(f"the layer above leases nothing more to these replicas: {leases.trouble}")
+        self._land(self._put(Brought(NOTHING, self._sequence, dry=True), None))
+        return None if rounds.drain else rounds.data.waiting_for
 
     def data_progress(self) -> list[dict[str, Any]]:
         return self._rounds.data_progress()
@@ -452,6 +472,8 @@ class TorchftTopology:
             self._groups.drop()
         if ticket.brought.payload is not None:
             ticket.brought.payload.release()
+        if outcome is not None and ticket.brought.dry and self._rounds.holds_all:
+            self._all_adopted()
         with self._changed:
             del self._queue[ticket.fragment]
             if outcome is not None:

@@ -51,7 +51,7 @@ class ScriptedLeader:
             leadership.joined(leadership.term, overtaken=False)
         leadership.release(leadership.term)
 
-    def published(self, target: Mapping[str, Tensor]) -> None:
+    def published(self, target: Mapping[str, Tensor], versions: Mapping[int, int]) -> None:
         self.heard.append(target["cells"].tolist())
 
     def round_closed(self, fragment: int = 0) -> None:
