@@ -17,9 +17,9 @@ What went back and is leased again may have been trained before, in some fragmen
 it: such a place is *repeated*, and counted. A worker can bring only what it was leased, so a liar misreports its own
 units alone.
 
-A contribution may end in the middle of a unit. Of which units a decided round holds a part is remembered by worker and
-fragment (`begun`). A unit that is gone on with without that is not whole, and given up. A part that nobody goes on with
-is one of the `halves`: who trains the unit next trains that part once more, which is counted.
+A contribution may end in the middle of a unit: unit_parts.py remembers of which units a decided round holds a part. A
+unit that is continued without that is not whole, and given up. A part that nobody continues is trained once more, which
+is counted.
 
 New places come from below a mark that is on the disk (`reserved`): so a lease needs no record of its own. After a
 restart, what was leased since the record is *unclaimed*: for a while its workers may say that they hold it, then it is
@@ -38,6 +38,7 @@ from ..events import Event, UnitsDone, UnitsRepeated, UnitsReturned
 from ..ranges import NONE, Range, Ranges
 from ..types import MOST_DATASETS, MOST_RANGES, Dataset, Lease, LeaseAnswer, Offer, Places, Trained
 from .shares import Crowd, FairShares
+from .unit_parts import UnitParts, by_fragment, from_fragments, plain
 
 MOST_DATASETS_OF_ONE = 8  # of those that a run leases, that one worker was the first to ask for
 RESERVE = 4096  # places that are leased without a record
@@ -71,12 +72,7 @@ class LeaseTable:
         self.overtaken: dict[str, Ranges] = {}  # were its, and are done by another; it may still bring them
         self._counted: dict[str, Ranges] = {}  # are done by another, and were counted; its other fragments may follow
         self._forgotten = NONE  # after a restart: somebody may have been leased these, and nobody knows
-        self._pending_parts: dict[tuple[int, int], dict[str, Ranges]] = {}  # as `pending`, of these only a part
-        self.begun: dict[str, dict[int, Ranges]] = {}  # likewise in agreements, by worker and fragment; it will go on
-        self._resumes: dict[str, dict[int, Ranges]] = {}  # likewise, and counted as repeated, or among `halves`
-        self._pending_halves: dict[tuple[int, int], dict[str, Ranges]] = {}
-        self.halves: dict[int, Ranges] = {}  # by fragment: a part is in agreements; who trains them next begins anew
-        self._continued: dict[tuple[int, int], dict[str, Ranges]] = {}  # pending, and an earlier round has a part
+        self.in_parts = UnitParts()
         self._foreign: dict[tuple[int, int], Ranges] = {}  # brought to open rounds by workers that do not hold them
         self.repeated = 0  # places that some fragment's agreements hold and that were trained once more
         self.done_by: dict[str, int] = {}
@@ -173,7 +169,7 @@ class LeaseTable:
             pieces += self._take_new(count)
         granted = Ranges(pieces)
         self._hand_over(worker_id, granted)
-        self._cut_loose(worker_id, granted)  # it begins them anew
+        self.in_parts.cut_loose(worker_id, granted)  # it begins them anew
         return granted
 
     def _take_new(self, count: int) -> list[Range]:
@@ -296,14 +292,8 @@ class LeaseTable:
         had |= self.overtaken.get(worker_id, NONE)
         if fragment == 0:
             self._note_foreign(fragment, version, (said | torn) & self._forgotten - had - self.unclaimed)
-        for rounds, parts in (
-            (self._pending_parts, said & had),
-            (self._pending_halves, torn & (had | self.unclaimed)),
-            (self._continued, continued),
-        ):
-            if parts:
-                open_round = rounds.setdefault((fragment, version), {})
-                open_round[worker_id] = open_round.get(worker_id, NONE) | parts
+        torn &= had | self.unclaimed
+        self.in_parts.accept(worker_id, (fragment, version), said & had, continued, torn)
 
     def _note_brought(self, worker_id: str, units: int, now: float) -> None:
         self.shares.brought(worker_id, units, now)
@@ -312,19 +302,18 @@ class LeaseTable:
         """The round that makes this version was decided, without those left out."""
         told: list[Event] = []
         self.repeated += self._foreign.pop((fragment, version), NONE).total
-        open_rounds = (self.pending, self._pending_parts, self._pending_halves, self._continued)
-        ended, begun, halves, continued = (rounds.pop((fragment, version), {}) for rounds in open_rounds)
-        for worker_id in sorted({*ended, *begun, *halves}):
+        ended, cut = self.pending.pop((fragment, version), {}), self.in_parts.closed((fragment, version))
+        for worker_id in sorted({*ended, *cut.begun, *cut.torn}):
             self._hands.pop(worker_id, None)
-            places, parts = ended.get(worker_id, NONE), begun.get(worker_id, NONE)
+            places, parts = ended.get(worker_id, NONE), cut.begun.get(worker_id, NONE)
             if worker_id in left_out:
                 self._give_up(worker_id, places)
                 continue
-            torn = (continued.get(worker_id, NONE) & (places | parts)) - self._known_parts(worker_id, fragment)
+            torn = (cut.continued.get(worker_id, NONE) & (places | parts)) - self._known_parts(worker_id, fragment)
             torn_ends, places, parts = places & torn, places - torn, self._note_begun(worker_id, fragment, parts - torn)
-            told += self._note_halves(worker_id, fragment, version, halves.get(worker_id, NONE) | torn)
+            told += self._note_halves(worker_id, fragment, version, cut.torn.get(worker_id, NONE) | torn)
             told += self._note_again(worker_id, version, places | parts)
-            self._note_parts(worker_id, fragment, parts, places)
+            self.in_parts.note(worker_id, fragment, parts, places)
             self._give_up(worker_id, torn_ends)
             places = self._not_overtaken(worker_id, places)
             finished = self._cover(worker_id, fragment, places, fragments) if places else NONE
@@ -335,24 +324,15 @@ class LeaseTable:
 
     def _known_parts(self, worker_id: str, fragment: int) -> Ranges:
         """A unit that goes on in its next contribution has its first part here. If not, that was left out or lost."""
-        return Ranges(each for of in (self.begun, self._resumes) for each in of.get(worker_id, {}).get(fragment, NONE))
+        return self.in_parts.known(worker_id, fragment)
 
     def _note_begun(self, worker_id: str, fragment: int, parts: Ranges) -> Ranges:
         """Its contribution holds a part of these, and is in the model. Returns those that are to be gone on with."""
         return self._not_overtaken(worker_id, parts) - self.done
 
     def _note_again(self, worker_id: str, version: int, places: Ranges) -> list[Event]:
-        """Of these, some part was in the model already, by somebody who did not go on with it, or whom this one did not
-        wait for: that one may go on."""
-        again = Ranges(each for halves in self.halves.values() for each in halves & places)
-        self._forget_halves(again)
-        for other in [name for name in self.begun if name != worker_id]:
-            for fragment, theirs in self.begun[other].items():
-                if shared := theirs & places:
-                    again |= shared - self._covered_by(other)  # (if its end is somewhere: that is counted with it)
-                    self.begun[other] = self.begun[other] | {fragment: theirs - shared}
-                    resumes = self._resumes.setdefault(other, {})
-                    resumes[fragment] = resumes.get(fragment, NONE) | shared
+        """Its contribution holds these, in part or whole. (A part whose end is somewhere is counted with that.)"""
+        again = self.in_parts.trained_again(worker_id, places, self._covered_by)
         if not again:
             return []
         self.repeated += again.total
@@ -364,61 +344,14 @@ class LeaseTable:
         places = self._note_begun(worker_id, fragment, places) if places else NONE
         if not places:
             return []
-        others = Ranges(each for other in self.begun if other != worker_id for each in self._begun_by(other))
-        told = self._note_again(worker_id, version, places & (self.halves.get(fragment, NONE) | others))
-        self.halves[fragment] = self.halves.get(fragment, NONE) | places
+        told = self._note_again(worker_id, version, self.in_parts.halved_before(worker_id, fragment, places))
+        self.in_parts.note_half(fragment, places)
         return told
-
-    def _forget_halves(self, places: Ranges) -> None:
-        left = {fragment: halves - places for fragment, halves in self.halves.items()}
-        self.halves = {fragment: halves for fragment, halves in left.items() if halves}
-
-    def _note_parts(self, worker_id: str, fragment: int, parts: Ranges, ended: Ranges) -> None:
-        mine = self.begun.setdefault(worker_id, {})
-        mine[fragment] = (mine.get(fragment, NONE) | parts) - ended
-        resumes = self._resumes.setdefault(worker_id, {})
-        resumes[fragment] = resumes.get(fragment, NONE) - parts - ended
-        self._end_begun(worker_id, NONE)
-
-    def _begun_by(self, worker_id: str) -> Ranges:
-        """In some fragment."""
-        return Ranges(each for places in self.begun.get(worker_id, {}).values() for each in places)
-
-    def _end_begun(self, worker_id: str, places: Ranges) -> None:
-        """They are parts no more."""
-        for of in (self.begun, self._resumes):
-            if not any(theirs & places or not theirs for theirs in of.get(worker_id, {}).values()):
-                continue
-            left = {fragment: theirs - places for fragment, theirs in of.pop(worker_id, {}).items()}
-            if any(left.values()):
-                of[worker_id] = {fragment: theirs for fragment, theirs in left.items() if theirs}
-
-    def _cut_loose(self, worker_id: str, places: Ranges) -> None:
-        """If they are trained, then from their beginning."""
-        if not places:
-            return
-        begun = self.begun.get(worker_id, {})
-        for (fragment, version), parts in self._pending_parts.items():
-            loose = parts.get(worker_id, NONE) & places
-            if loose:
-                parts[worker_id] -= loose
-                halves = self._pending_halves.setdefault((fragment, version), {})
-                halves[worker_id] = halves.get(worker_id, NONE) | (loose - begun.get(fragment, NONE))
-        for fragment, theirs in begun.items():
-            if loose := theirs & places:
-                self.halves[fragment] = self.halves.get(fragment, NONE) | loose
-        self._end_begun(worker_id, places)
 
     def _go_back(self, worker_id: str) -> None:
         """It has resumed from a state that is older than what it brought last. Of the units whose parts came since it
         trains those once more; one-way it must not, and they are lost."""
-        came = {fragment: self._known_parts(worker_id, fragment) for fragment in self.begun.get(worker_id, {})}
-        for (fragment, _), open_round in self._pending_parts.items():
-            came[fragment] = came.get(fragment, NONE) | open_round.get(worker_id, NONE)
-        parts = Ranges(each for places in came.values() for each in places)
-        self._cut_loose(worker_id, parts)
-        self._resumes[worker_id] = came
-        self._end_begun(worker_id, NONE)
+        parts = self.in_parts.go_back(worker_id)
         if not self.dataset.again:
             held = self.held.get(worker_id, NONE)
             lost = parts & held - self._under_way(worker_id)
@@ -459,9 +392,7 @@ class LeaseTable:
         self._put(self.finished, worker_id, Ranges([*list(before)[-MOST_RECENT:], *list(places)[-MOST_RECENT:]]))
         self.free, self.unclaimed = self.free - places, self.unclaimed - places
         self.lost, self.spent = self.lost - places, self.spent - places
-        self._forget_halves(places)
-        for owner in {*self.begun, *self._resumes}:
-            self._end_begun(owner, places)
+        self.in_parts.done(places)
         for owners in (self.held, self.lapsed):
             for owner in [name for name, theirs in owners.items() if theirs & places]:
                 if owner != worker_id:  # what it has in some agreement is counted below
@@ -482,10 +413,10 @@ class LeaseTable:
             return
         if self.dataset.dropped == "again" and self.dataset.again:
             self._take_back(worker_id, places)
-            self._cut_loose(worker_id, places)
+            self.in_parts.cut_loose(worker_id, places)
         else:
-            self._end_begun(worker_id, places)
-            self._forget_halves(places)
+            self.in_parts.end(worker_id, places)
+            self.in_parts.forget_halves(places)
             self.spent |= places
             self.done |= places
             self._put(self.held, worker_id, self.held.get(worker_id, NONE) - places)
@@ -507,12 +438,12 @@ class LeaseTable:
         if may_bring:
             self._put(self.lapsed, worker_id, self.lapsed.get(worker_id, NONE) | places)
         else:
-            self._cut_loose(worker_id, places)
+            self.in_parts.cut_loose(worker_id, places)
         if self.dataset.again:
             counted = self._covered_by(worker_id) & places
             self.repeated += counted.total
-            self._end_begun(worker_id, counted)
-            self._forget_halves(counted)
+            self.in_parts.end(worker_id, counted)
+            self.in_parts.forget_halves(counted)
             self._uncover(worker_id, places)
             self.free |= places
         else:  # nobody else will ever train them, so that what it brings of them still counts
@@ -596,23 +527,14 @@ class LeaseTable:
             "reserved": self.reserved,
             "repeated": self.repeated,
             "done_by": dict(self.done_by),
-            "sets": {name: _plain(getattr(self, name)) for name in _SETS},
-            "held": {name: _plain(places) for name, places in self.held.items()},
-            "lapsed": {name: _plain(places) for name, places in self.lapsed.items()},
-            "dropped": {name: _plain(places) for name, places in self.dropped.items()},
-            "overtaken": {name: _plain(places) for name, places in self.overtaken.items()},
-            "covered": _by_fragment(self.covered),
-            **self._remembered_parts(),
+            "sets": {name: plain(getattr(self, name)) for name in _SETS},
+            "held": {name: plain(places) for name, places in self.held.items()},
+            "lapsed": {name: plain(places) for name, places in self.lapsed.items()},
+            "dropped": {name: plain(places) for name, places in self.dropped.items()},
+            "overtaken": {name: plain(places) for name, places in self.overtaken.items()},
+            "covered": by_fragment(self.covered),
+            **self.in_parts.remembered(),
         }
-
-    def _remembered_parts(self) -> dict[str, Any]:
-        """If there are any: only a server is told of them."""
-        found = {
-            "begun": _by_fragment(self.begun),
-            "resumes": _by_fragment(self._resumes),
-            "halves": {str(fragment): _plain(places) for fragment, places in self.halves.items()},
-        }
-        return {name: facts for name, facts in found.items() if facts}
 
     @classmethod
     def resumed(cls, facts: Mapping[str, Any], claimable_until: float, *, forgetful: bool = False) -> LeaseTable:
@@ -626,30 +548,14 @@ class LeaseTable:
         made.lapsed = {name: Ranges(places) for name, places in facts["lapsed"].items()}
         made.dropped = {name: Ranges(places) for name, places in facts["dropped"].items()}
         made.overtaken = {name: Ranges(places) for name, places in facts.get("overtaken", {}).items()}
-        made.covered = _from_fragments(facts["covered"])
-        made.begun = _from_fragments(facts.get("begun", {}))
-        made._resumes = _from_fragments(facts.get("resumes", {}))
-        made.halves = {int(fragment): Ranges(places) for fragment, places in facts.get("halves", {}).items()}
+        made.covered = from_fragments(facts["covered"])
+        made.in_parts = UnitParts.recalled(facts)
         reserved = min(int(facts["reserved"]) + (RESERVE if forgetful else 0), made.end)
         made.unclaimed |= Ranges([(made.next, reserved)])
         made.next = made.reserved = reserved
         made._forgotten = Ranges([(0, reserved)])
         made.claimable_until = claimable_until
         return made
-
-
-def _plain(places: Ranges) -> list[list[int]]:
-    """As JSON has it."""
-    return [[begin, end] for begin, end in places]
-
-
-def _by_fragment(sets: Mapping[str, Mapping[int, Ranges]]) -> dict[str, dict[str, list[list[int]]]]:
-    """Of each worker, as JSON has it."""
-    return {name: {str(fragment): _plain(places) for fragment, places in of.items()} for name, of in sets.items()}
-
-
-def _from_fragments(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[int, Ranges]]:
-    return {name: {int(fragment): Ranges(places) for fragment, places in of.items()} for name, of in facts.items()}
 
 
 _SETS = ("free", "unclaimed", "done", "lost", "spent")

@@ -112,7 +112,7 @@ class SubLeaseTable(LeaseTable):
             places = (self._covered_by(worker_id) | self.held.get(worker_id, NONE)) & torn
             self._give_up(worker_id, places)
             self._uncover(worker_id, places)
-            self._end_begun(worker_id, places)  # if it goes on with them, their first part is not there any more
+            self.in_parts.end(worker_id, places)  # if it goes on with them, their first part is not there any more
         for made, places in list(self.to_tell.items()):
             whole, again = places - torn, places & torn
             self.to_tell[made], self.granted = whole, self.granted | again

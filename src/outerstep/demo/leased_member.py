@@ -30,7 +30,7 @@ from outerstep.torch_file import read_torch_file
 DATASET = "corpus"
 
 
-class Windows(torch.utils.data.Dataset[Tensor]):
+class CorpusWindows(torch.utils.data.Dataset[Tensor]):
     """Windows of the corpus, at equal distances: its number, then the bytes."""
 
     def __init__(self, samples: int) -> None:
@@ -54,7 +54,7 @@ def main() -> None:
     if saved is not None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-    windows = Windows(options.samples)
+    windows = CorpusWindows(options.samples)
     data = LeasedSampler(windows, name=DATASET, unit_samples=options.unit, seed=options.seed)
     loader = LeasedLoader(windows, data, batch_size=BATCH_SIZE, num_workers=options.loaders)
     state = saved["worker"] if saved is not None else None

@@ -64,7 +64,7 @@ def test_a_unit_that_goes_on_in_the_next_contribution_is_done_and_nothing_is_rep
     assert run.bring("a", begun=(ONE,), continued=(ONE,)) == []
     assert run.bring("a", ONE, continued=(ONE,)) == [UnitsDone("train", "a", 3, (ONE,))]
     assert run.table.repeated == 0
-    assert (run.table.begun, run.table.halves) == ({}, {})
+    assert (run.table.in_parts.begun, run.table.in_parts.halves) == ({}, {})
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -217,9 +217,9 @@ def test_nobody_names_parts_of_what_it_was_never_leased(run: Run) -> None:
 
 
 def test_without_parts_a_table_remembers_what_it_did(run: Run) -> None:
-    assert run.table.remembered().keys() & {"begun", "resumes", "halves"} == set()
+    assert run.table.remembered().keys() & {"begun", "resumed", "halves"} == set()
     run.bring("a", begun=(ONE,))
     before = run.table.remembered()
     run.restart()
     assert run.table.remembered()["begun"] == before["begun"] == {"a": {"0": [[0, 1]]}}
-    assert run.table.halves == {}
+    assert run.table.in_parts.halves == {}

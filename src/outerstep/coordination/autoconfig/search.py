@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..cost import (
@@ -74,19 +74,13 @@ class Search:
 
     # --- what a setting costs ----------------------------------------------------------------------------------------
 
-    def cost(self, core: Core, *, slower: float = 1.0, at_worst: bool = False) -> RoundCost:
-        """`slower`: with exchanges that take so many times as long as measured; `at_worst`: if all of them begin
-        slowly. A choice must not rest on connections that stay open wide: kernels differ in when they close them."""
-        travels_s = self._fragment_s(core, self._routes.routed(core.parents), slower, at_worst=at_worst)
+    def cost(self, core: Core, *, slower: float = 1.0) -> RoundCost:
+        """`slower`: with exchanges that take so many times as long as measured."""
         hidden = hidden_s(core.sync_every, core.num_fragments, core.delay, self._step_s)
-        cost = round_cost(
-            compute_s=core.sync_every * self._step_s,
-            hidden_s=hidden,
-            num_fragments=core.num_fragments,
-            fragment_s=travels_s,
-            own_s=self._overheads.worker_s_per_parameter * self._layer.parameters,
-        )
-        return cost if self._losses is None else with_failures(cost, self._losses, hidden)
+        between_s = core.sync_every / core.num_fragments * self._step_s
+        how: dict[str, float] = {"between_s": between_s, "hidden_s": hidden, "slower": slower}
+        travels_s = self._fragment_s(core.codec, core.num_fragments, self._routes.routed(core.parents), **how)
+        return self._round(core.sync_every, core.num_fragments, core.delay, travels_s)
 
     def closing(self, core: Core) -> RoundClosing:
         """When rounds close, with the failures that are to be expected."""
@@ -94,7 +88,8 @@ class Search:
 
     def exchange_s(self, core: Core) -> float:
         """All fragments one after the other."""
-        return core.num_fragments * self._fragment_s(core, self._routes.routed(core.parents))
+        routed = self._routes.routed(core.parents)
+        return core.num_fragments * self._fragment_s(core.codec, core.num_fragments, routed)
 
     def meets(self, cost: RoundCost) -> bool:
         return cost.utilization >= self._layer.target_utilization
@@ -107,19 +102,23 @@ class Search:
     def can_route(self, core: Core) -> bool:
         return self._routes.knows(core.parents)
 
-    def _fragment_s(self, core: Core, routed: Routed, slower: float = 1.0, *, at_worst: bool = False) -> float:
-        return fragment_s(
-            self._layer.parameters,
-            core.codec,
-            self._down(core.codec),
-            routed.cost,
-            len(self._view.clusters),
-            self._overheads,
-            num_fragments=core.num_fragments,
-            between_s=math.inf if at_worst else core.sync_every / core.num_fragments * self._step_s,
-            hidden_s=hidden_s(core.sync_every, core.num_fragments, core.delay, self._step_s),
-            slower=slower,
+    def _round(self, sync_every: int, num_fragments: int, delay: int, travels_s: float) -> RoundCost:
+        hidden = hidden_s(sync_every, num_fragments, delay, self._step_s)
+        cost = round_cost(
+            compute_s=sync_every * self._step_s,
+            hidden_s=hidden,
+            num_fragments=num_fragments,
+            fragment_s=travels_s,
+            own_s=self._overheads.worker_s_per_parameter * self._layer.parameters,
         )
+        return cost if self._losses is None else with_failures(cost, self._losses, hidden)
+
+    def _fragment_s(self, codec: str, num_fragments: int, routed: Routed, **how: float) -> float:
+        """Unless `how` says how soon another one follows, it begins slowly. A choice rests on that, and not on
+        connections that stay open wide: kernels differ in when they close them."""
+        members, parameters, down = len(self._view.clusters), self._layer.parameters, self._down(codec)
+        counted = {"num_fragments": num_fragments, **how}
+        return fragment_s(parameters, codec, down, routed.cost, members, self._overheads, **counted)  # type: ignore[arg-type]
 
     def _down(self, codec: str) -> str:
         return self._layer.bounds.down_for(codec)
@@ -151,8 +150,10 @@ class Search:
         made: list[tuple[float, Core]] = []
         for codec, fragments, streamed in self._ways():
             routed, sync_every = self._route_for(codec, fragments, True), self.intervals(fragments)[-1]
-            core = self._core(sync_every, codec, fragments, routed, streamed=streamed)
-            made.append((self.cost(core, at_worst=True).utilization, core))
+            travels_s = self._fragment_s(codec, fragments, routed)
+            delay = self._delay(sync_every, fragments, travels_s) if streamed else 0
+            cost = self._round(sync_every, fragments, delay, travels_s)
+            made.append((cost.utilization, Core(sync_every, codec, fragments, delay, routed.parents)))
         return max(made, key=lambda each: each[0])[1]
 
     def order(self, core: Core) -> int:
@@ -172,22 +173,17 @@ class Search:
 
     def _shortest(self, codec: str, fragments: int, streamed: bool, slower: float, strict: bool) -> Core | None:
         routed = self._route_for(codec, fragments, strict)
+        travels_s = self._fragment_s(codec, fragments, routed, slower=slower)
         for sync_every in self.intervals(fragments):
-            core = self._core(sync_every, codec, fragments, routed, streamed=streamed, slower=slower)
-            if self.meets(self.cost(core, slower=slower, at_worst=True)):
-                return core
+            delay = self._delay(sync_every, fragments, travels_s) if streamed else 0
+            if self.meets(self._round(sync_every, fragments, delay, travels_s)):
+                return Core(sync_every, codec, fragments, delay, routed.parents)
         return None
 
-    def _core(
-        self, sync_every: int, codec: str, num_fragments: int, routed: Routed, *, streamed: bool, slower: float = 1.0
-    ) -> Core:
-        """Streamed with a delay as long as a fragment travels, within bounds."""
-        core = Core(sync_every, codec, num_fragments, 0, routed.parents)
-        if not streamed:
-            return core
-        longest = min(self._layer.bounds.longest_delay(sync_every), sync_every // num_fragments)
-        travels = math.ceil(self._fragment_s(core, routed, slower, at_worst=True) / self._step_s)
-        return replace(core, delay=min(longest, travels))
+    def _delay(self, sync_every: int, num_fragments: int, travels_s: float) -> int:
+        """As long as a fragment travels, within bounds."""
+        longest = self._layer.bounds.longest_delay(sync_every)
+        return min(longest, sync_every // num_fragments, math.ceil(travels_s / self._step_s))
 
     # --- intervals ---------------------------------------------------------------------------------------------------
 

@@ -33,10 +33,10 @@ class FleetUpward(CarriedUpward[Ranges], FleetMember):
     """The cluster, to the top. Its steps are rounds."""
 
     def __init__(
-        self, leader: FleetLeader, seat: FleetHost, top: FleetServer, agenda: Agenda, rng: random.Random, clocks: Clocks
+        self, leader: FleetLeader, host: FleetHost, top: FleetServer, agenda: Agenda, rng: random.Random, clocks: Clocks
     ) -> None:
         self._led_by(leader)
-        FleetMember.__init__(self, seat, 1, top, agenda, rng, clocks)
+        FleetMember.__init__(self, host, 1, top, agenda, rng, clocks)
 
     @property
     def has_unsent(self) -> bool:
@@ -69,7 +69,7 @@ class FleetLeader(CarriedLeader[ClusterHolding]):
 
     def __init__(
         self,
-        seat: FleetHost,
+        host: FleetHost,
         below: FleetServer,
         top: FleetServer,
         agenda: Agenda,
@@ -79,8 +79,8 @@ class FleetLeader(CarriedLeader[ClusterHolding]):
         record_s: float = RECORD_S,
     ) -> None:
         holding = [ClusterHolding() for _ in range(top.terms.setting.num_fragments)]
-        super().__init__(seat.name, agenda, list(holding), wait_s)
-        self.seat, self.below, self._top, self._rng = seat, below, top, rng
+        super().__init__(host.name, agenda, list(holding), wait_s)
+        self.host, self.below, self._top, self._rng = host, below, top, rng
         self._record_s = record_s
         self._joining: FleetUpward | None = None
         self.clocks = Clocks()
@@ -141,7 +141,7 @@ class FleetLeader(CarriedLeader[ClusterHolding]):
         self.below.release()
 
     def _join(self, task: JoinAbove) -> None:
-        self._joining = FleetUpward(self, self.seat, self._top, self._agenda, self._rng, self.clocks)
+        self._joining = FleetUpward(self, self.host, self._top, self._agenda, self._rng, self.clocks)
 
     def _joined(self, task: JoinAbove) -> None:
         self.worker = self._joining
@@ -175,8 +175,8 @@ class FleetLeader(CarriedLeader[ClusterHolding]):
             book.held[fragment] = (book.held[fragment] | held.own) - book.applied[fragment]
             foreign = book.applied[fragment] - self._made[fragment]
             if foreign:
-                ledger.violated(f"rounds {foreign} of {self.seat.name} are in the top, and were never made")
+                ledger.violated(f"rounds {foreign} of {self.host.name} are in the top, and were never made")
             vanished = self._made[fragment] - book.applied[fragment] - book.given_up[fragment] - held.own
             if vanished:
-                ledger.violated(f"rounds {vanished} of {self.seat.name} vanished")
+                ledger.violated(f"rounds {vanished} of {self.host.name} vanished")
         book.taken, book.said = 0, None  # its rounds have the numbers of versions, of which some came from above

@@ -95,7 +95,7 @@ class FleetFragment(CarriedFragment[Ranges]):
 class FleetMember(CarriedWorker[Ranges]):
     def __init__(
         self,
-        seat: FleetHost,
+        host: FleetHost,
         start: int,
         server: FleetServer,
         agenda: Agenda,
@@ -104,11 +104,11 @@ class FleetMember(CarriedWorker[Ranges]):
         *,
         name: str = "",
     ) -> None:
-        name = name or seat.name
+        name = name or host.name
         super().__init__(name, f"{name}-{start}", agenda, rng)
-        self.seat, self.server, self._clocks = seat, server, clocks
+        self.host, self.server, self._clocks = host, server, clocks
         self.ledger: LayerLedger = server.ledger
-        self.life = self.ledger.begin(f"{self.worker_id}#{start}", seat.step_s)
+        self.life = self.ledger.begin(f"{self.worker_id}#{start}", host.step_s)
         self.taken = 0  # steps of this life
         self.is_leaving = False
         self.on_left: Callable[[], None] = lambda: None
@@ -121,7 +121,7 @@ class FleetMember(CarriedWorker[Ranges]):
         self._stretch = 0
         self._is_training = self._is_stuck = False
         self._be("joining")
-        self._soon(rng.uniform(0.0, seat.heartbeat_s), self._beat)
+        self._soon(rng.uniform(0.0, host.heartbeat_s), self._beat)
         self._fetch(0)
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -206,17 +206,17 @@ class FleetMember(CarriedWorker[Ranges]):
         self._is_training = True
         self._stretch += 1
         number = self._stretch
-        self._soon(self._began - now + (quiet + 1) * self.seat.step_s, lambda: self._step(number))
+        self._soon(self._began - now + (quiet + 1) * self.host.step_s, lambda: self._step(number))
 
     def _count_steps(self) -> None:
         """Those of this stretch that were taken by now."""
         if not self._is_training:
             return
         elapsed_s = self._agenda.now - self._began
-        steps = min(max(math.floor(elapsed_s / self.seat.step_s + 1e-9), 0), self.machine.quiet_steps)
+        steps = min(max(math.floor(elapsed_s / self.host.step_s + 1e-9), 0), self.machine.quiet_steps)
         self.machine.trained(steps)
         self.taken += steps
-        self._began += steps * self.seat.step_s
+        self._began += steps * self.host.step_s
         self._stretch += 1
 
     def _step(self, number: int) -> None:
@@ -292,7 +292,7 @@ class FleetMember(CarriedWorker[Ranges]):
     # --- exchanges ----------------------------------------------------------------------------------------------------
 
     def _send(self, send: Send) -> None:
-        own_s = self.seat.overheads.worker_s_per_parameter * self.server.terms.bytes_of(1.0)
+        own_s = self.host.overheads.worker_s_per_parameter * self.server.terms.bytes_of(1.0)
         self._own_until = max(self._own_until, self._agenda.now) + own_s
         self._clocks.own_s += own_s
         super()._send(send)
@@ -301,7 +301,7 @@ class FleetMember(CarriedWorker[Ranges]):
         return self.unsent(send.fragment)
 
     def _described(self, send: Send, steps: Ranges) -> dict[str, Any]:
-        boast = BOAST if self.seat.lie == "boast" else 1
+        boast = BOAST if self.host.lie == "boast" else 1
         return {"size_bytes": self.server.up_bytes, "tokens": send.steps * boast}
 
     def _part_hashes(self, offer: Offer, steps: Ranges) -> dict[int, str]:
@@ -355,15 +355,15 @@ class FleetMember(CarriedWorker[Ranges]):
         self, request: Request, parcel: Parcel | None, on_answer: Callable[[Answer | OuterstepError], None]
     ) -> None:
         """There and back again, each way as long as the lines take."""
-        seat, server, agenda = self.seat, self.server, self._agenda
-        half_s, overheads = seat.round_trip_s / 2, seat.overheads
+        host, server, agenda = self.host, self.server, self._agenda
+        half_s, overheads = host.round_trip_s / 2, host.overheads
         arrives, size_bytes, part_bytes = agenda.now, 0, server.part_bytes
         self._up.touched(agenda.now)
         if parcel is not None:
             size_bytes = server.up_bytes
             leaves = agenda.now + overheads.worker_s_per_byte * size_bytes
-            lines = (*seat.lines_up, *server.lines_in)
-            arrives = book(lines, leaves, size_bytes, seat.round_trip_s, overheads.connections, part_bytes, self._up)
+            lines = (*host.lines_up, *server.lines_in)
+            arrives = book(lines, leaves, size_bytes, host.round_trip_s, overheads.connections, part_bytes, self._up)
             if isinstance(request, PutPart):
                 server.reading(request.key, 1)
 
@@ -371,15 +371,15 @@ class FleetMember(CarriedWorker[Ranges]):
             done = agenda.now
             self._down.touched(done)
             if down_bytes:
-                lines = (*server.lines_out, *seat.lines_down)
-                done = book(lines, done, down_bytes, seat.round_trip_s, overheads.connections, part_bytes, self._down)
+                lines = (*server.lines_out, *host.lines_down)
+                done = book(lines, done, down_bytes, host.round_trip_s, overheads.connections, part_bytes, self._down)
                 done += overheads.worker_s_per_byte * down_bytes
             self._soon(done - agenda.now + half_s, lambda: on_answer(answer))
 
         def at_server() -> None:
             if isinstance(request, PutPart):
                 server.reading(request.key, -1)
-            server.handle(request, parcel, reply, lie=seat.lie)
+            server.handle(request, parcel, reply, lie=host.lie)
 
         self._soon(arrives - agenda.now + half_s, at_server)
 
@@ -418,7 +418,7 @@ class FleetMember(CarriedWorker[Ranges]):
                     worker_id=self.worker_id,
                     incarnation=joined.incarnation,
                     step=self.taken,
-                    steps_per_second=1.0 / self.seat.step_s,
+                    steps_per_second=1.0 / self.host.step_s,
                     acknowledged=acknowledged,
                 )
             )
@@ -427,4 +427,4 @@ class FleetMember(CarriedWorker[Ranges]):
                     self._inbox.heard(answer, acknowledged)
             elif isinstance(answer, UnknownWorker) and not self.is_leaving:
                 self._request(self._session.join_request, None, self._rejoined)
-        self._agenda.after(self.seat.heartbeat_s, self._beat)
+        self._agenda.after(self.host.heartbeat_s, self._beat)

@@ -48,7 +48,7 @@ class FleetWorld:
         self.lines: list[tuple[BookedLine, BookedLine]] = []  # up and down, of each cluster
         self._starts: dict[int, int] = {}
         self._names: dict[int, str] = {}
-        self._seats: list[FleetHost] = []
+        self._hosts: list[FleetHost] = []
         self._servers_of: dict[int, FleetServer] = {}
         self._empty_since: dict[int, float] = {}
         self._number = 0
@@ -65,8 +65,8 @@ class FleetWorld:
         for each in scenario.clusters:
             for number in range(each.count):
                 self._build(each, each.name if each.count == 1 else f"{each.name}{number}", is_flat=is_flat)
-        for seat in self._seats:
-            self._start(seat)
+        for host in self._hosts:
+            self._start(host)
 
     # --- building -----------------------------------------------------------------------------------------------------
 
@@ -90,17 +90,17 @@ class FleetWorld:
         up, down = BookedLine.of_rate(kind.up_bytes_per_s), BookedLine.of_rate(kind.down_bytes_per_s)
         self.lines.append((up, down))
         if is_flat:
-            self._sit(kind, name, self.top, ((up,), (down,)), kind.round_trip_s)
+            self._add_workers(kind, name, self.top, ((up,), (down,)), kind.round_trip_s)
             return
         rate = kind.server_local_bytes_per_s
         below = self._server(name, kind.workers, rates=(rate, rate), across=False)
         self.places.append(below)
-        seat = self._seat(name, kind.step_s, ((up,), (down,)), kind.round_trip_s, "")
+        host = self._make_host(name, kind.step_s, ((up,), (down,)), kind.round_trip_s, "")
         wait_s = self.scenario.wait_above_s
-        self.leaders.append(self._leader_type(seat, below, self.top, self.agenda, self.rng, wait_s=wait_s))
-        self._sit(kind, name, below, None, 2 * kind.local.latency_s)
+        self.leaders.append(self._leader_type(host, below, self.top, self.agenda, self.rng, wait_s=wait_s))
+        self._add_workers(kind, name, below, None, 2 * kind.local.latency_s)
 
-    def _sit(
+    def _add_workers(
         self,
         kind: FleetClusters,
         name: str,
@@ -117,11 +117,11 @@ class FleetWorld:
             step_s = kind.step_s * self.rng.uniform(1.0 - kind.spread, 1.0 + kind.spread)
             lies = self.rng.random() < self.scenario.liars.share
             lie = self.scenario.liars.lie if lies else ""
-            seat = self._seat(f"{name}.{number}", step_s, lines, round_trip_s, lie)
-            self._seats.append(seat)
-            self._servers_of[seat.number] = server
+            host = self._make_host(f"{name}.{number}", step_s, lines, round_trip_s, lie)
+            self._hosts.append(host)
+            self._servers_of[host.number] = server
 
-    def _seat(
+    def _make_host(
         self,
         name: str,
         step_s: float,
@@ -137,53 +137,53 @@ class FleetWorld:
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
-    def _start(self, seat: FleetHost) -> None:
-        self._starts[seat.number] = start = self._starts.get(seat.number, 0) + 1
-        self._down(seat, -1)
+    def _start(self, host: FleetHost) -> None:
+        self._starts[host.number] = start = self._starts.get(host.number, 0) + 1
+        self._down(host, -1)
         member = self._member_type(
-            seat,
+            host,
             start,
-            self._servers_of[seat.number],
+            self._servers_of[host.number],
             self.agenda,
             self.rng,
             self.clocks,
-            name=self._names.get(seat.number, seat.name),
+            name=self._names.get(host.number, host.name),
         )
-        self._members[seat.number] = member
+        self._members[host.number] = member
         failures, churn = self.scenario.failures, self.scenario.churn
         if failures.per_hour:
-            self.agenda.after(self.rng.expovariate(failures.per_hour / 3600.0), lambda: self._fail(seat, member))
+            self.agenda.after(self.rng.expovariate(failures.per_hour / 3600.0), lambda: self._fail(host, member))
         if churn.per_hour:
-            self.agenda.after(self.rng.expovariate(churn.per_hour / 3600.0), lambda: self._leave(seat, member))
+            self.agenda.after(self.rng.expovariate(churn.per_hour / 3600.0), lambda: self._leave(host, member))
 
-    def _down(self, seat: FleetHost, change: int) -> None:
-        """Nobody sits there from now on (1), or somebody does again (−1)."""
-        since = self._empty_since.pop(seat.number, None)
+    def _down(self, host: FleetHost, change: int) -> None:
+        """The host has no worker from now on (1), or has one again (−1)."""
+        since = self._empty_since.pop(host.number, None)
         if change > 0:
-            self._empty_since[seat.number] = self.agenda.now
+            self._empty_since[host.number] = self.agenda.now
             self.clocks.now["down"] += 1
         elif since is not None:
             self.clocks.now["down"] -= 1
             self.clocks.seconds["down"] += self.agenda.now - since
 
-    def _fail(self, seat: FleetHost, member: FleetMember) -> None:
+    def _fail(self, host: FleetHost, member: FleetMember) -> None:
         if member.alive:
             self.failures += 1
             member.kill()
-            self._down(seat, 1)
-            self.agenda.after(self.scenario.failures.restart_s, lambda: self._start(seat))
+            self._down(host, 1)
+            self.agenda.after(self.scenario.failures.restart_s, lambda: self._start(host))
 
-    def _leave(self, seat: FleetHost, member: FleetMember) -> None:
+    def _leave(self, host: FleetHost, member: FleetMember) -> None:
         if member.alive and not member.is_leaving:
             self.leaves += 1
-            member.on_left = lambda: self._left(seat)
+            member.on_left = lambda: self._left(host)
             member.leave_when_done()
 
-    def _left(self, seat: FleetHost) -> None:
+    def _left(self, host: FleetHost) -> None:
         """Another one comes, under a name of its own."""
-        self._down(seat, 1)
-        self._names[seat.number] = f"{seat.name}-{self._starts[seat.number]}"
-        self.agenda.after(self.scenario.churn.away_s, lambda: self._start(seat))
+        self._down(host, 1)
+        self._names[host.number] = f"{host.name}-{self._starts[host.number]}"
+        self.agenda.after(self.scenario.churn.away_s, lambda: self._start(host))
 
     # --- the run ------------------------------------------------------------------------------------------------------
 
@@ -206,8 +206,8 @@ class FleetWorld:
         self.moments.append(Moment(self.agenda.now, dict(self.clocks.now), in_model, sent))  # type: ignore[arg-type]
 
     def _settle(self) -> None:
-        for seat in self._seats:
-            self._down(seat, -1)
+        for host in self._hosts:
+            self._down(host, -1)
         for member in self._members.values():
             if member.alive:
                 member.kill()

@@ -29,6 +29,7 @@ from outerstep.coordination.autoconfig.controller import (
     outer_lr,
 )
 from outerstep.coordination.autoconfig.layer_plan import Assignment, changes_between
+from outerstep.coordination.autoconfig.routes import Routes
 from outerstep.coordination.autoconfig.search import Core, Search
 from outerstep.coordination.autoconfig.trust import view_of
 from outerstep.coordination.cost import NONE, Overheads, RoundCost
@@ -173,6 +174,24 @@ class TestWhichRoute:
         for parameters, parent in ((10_000, CENTRE), (10_000_000, "b")):
             state = bounded(links=lines, parameters=parameters, **one)
             assert search(state, ends).fastest().parents["a"] == parent
+
+    def test_a_way_asks_for_its_route_once_however_many_intervals_it_tries(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Over a hundred clusters a route takes longer than everything else together."""
+        asked: list[object] = []
+        whole = Routes.routed
+
+        def counted(self: Routes, parents: Any) -> Any:
+            asked.append(parents)
+            return whole(self, parents)
+
+        monkeypatch.setattr(Routes, "routed", counted)
+        found = search(bounded(1e5, codecs=("bf16",), most_delay=0, target_utilization=0.9))
+        core = found.gentlest()
+        assert core is not None
+        assert core.sync_every > found.intervals(1)[5], "several were tried"
+        assert len(asked) <= 2
 
 
 class TestSeconds:
