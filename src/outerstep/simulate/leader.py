@@ -144,8 +144,7 @@ class SimUpward(CarriedUpward[Named], SimWorker):
         return self.saved
 
     def _resume(self, saved: SimSaved) -> None:
-        last = [state.last_sequence for state in self._session.joined.fragments]
-        self.overtaken = [i for i, state in enumerate(saved.fragments) if last[i] > state.sequence]
+        self.overtaken = self._overtaken(saved)
         super()._resume(saved)
 
     def lease(self, request: LeaseRequest, then: Callable[[Answer | OuterstepError], None]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec import UNSET
 
 from ..coordination.worker.effects import Adopt, Carry, Keep, Mix, Move, Note, PutOff, Rebase, Send
-from ..coordination.worker.exchange import Exchange, Outcome, Patience, Share, is_evicted
+from ..coordination.worker.exchange import Exchange, Outcome, Patience, Share, is_evicted, is_forgotten, overtaken
 from ..coordination.worker.machine import Metrics, Offline, WorkerMachine, WorkerState
 from ..digest import part_hash
 from ..errors import Fenced, Kicked, OuterstepError
@@ -137,13 +137,13 @@ class SimWorker(CarriedWorker[Named]):
     def _overtaken(self, saved: SimSaved) -> list[int]:
         """Fragments of which the server has later contributions than the state knows of."""
         last = [state.last_sequence for state in self._session.joined.fragments]
-        return [i for i, fragment in enumerate(saved.fragments) if last[i] > fragment.sequence]
+        return sorted(overtaken([fragment.sequence for fragment in saved.fragments], last))
 
     def _resume(self, saved: SimSaved) -> None:
         last = [state.last_sequence for state in self._session.joined.fragments]
-        overtaken = self._overtaken(saved)
+        behind = self._overtaken(saved)
         self._history.faults["resumed"] += 1
-        self._history.faults["overtaken"] += bool(overtaken)
+        self._history.faults["overtaken"] += bool(behind)
         for i, fragment in enumerate(saved.fragments):
             self.fragments[i] = SimFragment(
                 max(fragment.sequence, last[i]), fragment.held, unsent=dict(fragment.unsent)
@@ -155,9 +155,9 @@ class SimWorker(CarriedWorker[Named]):
         sequences = [fragment.sequence for fragment in self.fragments]
         self._history.resumed(self.worker_id, sequences, [each.offer.key for each in sent])
         late = [(i, fragment.late) for i, fragment in enumerate(saved.fragments) if fragment.late is not None]
-        forgotten = [i for i, sent in late if last[i] < sent.offer.sequence]
+        forgotten = [i for i, sent in late if is_forgotten(sent.offer.sequence, last[i])]
         self._history.faults["forgotten"] += bool(forgotten)
-        self._drive(lambda: self._make_machine().resumed(saved.state, overtaken, forgotten))
+        self._drive(lambda: self._make_machine().resumed(saved.state, behind, forgotten))
 
     def _save(self) -> None:
         """Between two steps."""

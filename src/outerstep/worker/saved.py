@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from torch import Tensor
 
+from ..coordination.worker.exchange import is_forgotten
 from ..coordination.worker.machine import Cycle, InFlight, Metrics, Progress, Units, Work, WorkerMachine, WorkerState
 from ..digest import data_hash
 from ..errors import ConfigError, ModelError
@@ -85,9 +86,8 @@ class SavedProgress(Plain, frozen=True):
         return Progress(self.version, self.counted, self.oldest_base, flight, late_in, self.late_units)
 
     def is_forgotten(self, last_sequence: int) -> bool:
-        """Does the server, which has this sequence for its last, lack the contribution that was to count later? It was
-        killed before it had closed the round."""
-        return self.late is not None and last_sequence < int(self.late.exchange.get("sequence", 0))
+        """Does the server, which has this sequence for its last, lack the contribution that was to count later?"""
+        return self.late is not None and is_forgotten(int(self.late.exchange.get("sequence", 0)), last_sequence)
 
 
 class SavedCycle(Plain, frozen=True):

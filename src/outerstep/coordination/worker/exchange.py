@@ -366,6 +366,19 @@ def lost_late(late: Kept | None, own: Shipped, outcome: Outcome) -> Kept | None:
     return late if (not outcome.counted if is_own else outcome.earlier_lost) else None
 
 
+def overtaken(sequences: Sequence[int], last_sequences: Sequence[int]) -> frozenset[int]:
+    """The fragments of which the server has accepted later contributions than a saved state knows of. `sequences`: of
+    the last one in each fragment of the state; `last_sequences`: of the last one that the server has."""
+    pairs = zip(sequences, last_sequences, strict=True)
+    return frozenset(fragment for fragment, (known, last) in enumerate(pairs) if last > known)
+
+
+def is_forgotten(late_sequence: int, last_sequence: int) -> bool:
+    """Does the server lack a contribution that was to count in a later round? It was killed before it had closed that
+    one. `last_sequence`: of the last that the server has."""
+    return last_sequence < late_sequence
+
+
 def stays_late(counted_in: int, version: int) -> bool:
     """Does it count in a round after the agreement in hand? Then it is kept until an agreement holds it."""
     return counted_in > version

@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from ...coordination.cost import Overheads
 from ...coordination.worker.effects import Adopt, Carry, Keep, Mix, Move, Note, PutOff, Send
-from ...coordination.worker.exchange import Call, Exchange, Patience
+from ...coordination.worker.exchange import Call, Exchange, Patience, is_evicted
 from ...coordination.worker.machine import LOOK_EVERY_S
 from ...digest import part_hash
-from ...errors import Fenced, Kicked, OuterstepError, Refused, ServerError, UnknownWorker
+from ...errors import Fenced, Kicked, OuterstepError, Refused, ServerError
 from ...ranges import Ranges
 from ...types import (
     Agreement,
@@ -110,7 +110,7 @@ class FleetMember(CarriedWorker[Ranges]):
         self.ledger: LayerLedger = server.ledger
         self.life = self.ledger.begin(f"{self.worker_id}#{start}", host.step_s)
         self.taken = 0  # steps of this life
-        self.is_leaving = False
+        self.is_leaving = self._said_goodbye = False
         self.on_left: Callable[[], None] = lambda: None
         self.fragments: list[FleetFragment] = [FleetFragment() for _ in range(server.terms.setting.num_fragments)]
         self._carrying: Counter[int] = Counter()  # parts on the lines, by fragment
@@ -279,7 +279,7 @@ class FleetMember(CarriedWorker[Ranges]):
         self.ledger.given_up(self.life, index, steps, overwritten=overwritten)
 
     def _depart(self, weights: str) -> None:
-        request = Leave(**self._session.head, reason="done")
+        request, self._said_goodbye = Leave(**self._session.head, reason="done"), True
 
         def departed(answer: Answer | OuterstepError) -> None:
             book_ = self.ledger.books[self.life]
@@ -425,6 +425,6 @@ class FleetMember(CarriedWorker[Ranges]):
             if isinstance(answer, HeartbeatAnswer):
                 if answer.commands or acknowledged:
                     self._inbox.heard(answer, acknowledged)
-            elif isinstance(answer, UnknownWorker) and not self.is_leaving:
+            elif is_evicted(answer, has_left=self._said_goodbye):
                 self._request(self._session.join_request, None, self._rejoined)
         self._agenda.after(self.host.heartbeat_s, self._beat)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from msgspec import UNSET, Meta
 
-from ...coordination.worker.exchange import Held, MemberFields
+from ...coordination.worker.exchange import Held, MemberFields, overtaken
 from ...errors import ConfigError
 from ...types import Count, Offer, Plain, RunId, WorkerId
 from ...wire.frames import Layout
@@ -65,7 +65,7 @@ class SavedTopology(Plain, frozen=True):
                 f"the state has {len(self.fragments)} fragments, the run has {len(last_sequences)}: "
                 "it is not a state of this run"
             )
-        return frozenset(i for i, f in enumerate(self.fragments) if last_sequences[i] > f.sequence)
+        return overtaken(self.sequences, last_sequences)
 
 
 def write_fragments(sequences: Sequence[int], held: Mapping[int, Held]) -> list[dict[str, int | str]]:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from outerstep.coordination.worker.exchange import Outcome, Sending, Session, lost_late, sent_along, stays_late
+from outerstep.coordination.worker.exchange import (
+    Outcome,
+    Sending,
+    Session,
+    is_forgotten,
+    lost_late,
+    overtaken,
+    sent_along,
+    stays_late,
+)
 from outerstep.coordination.worker.machine import Work
 from outerstep.types import JoinAnswer, JoinedFragment
 from unit.coordination.builders import MANIFEST, RUN, make_agreement, make_join, make_offer, make_plan
@@ -71,3 +80,11 @@ def test_a_contribution_stays_late_until_the_agreement_in_hand_holds_it(counted_
 def test_work_is_added_and_subtracted_number_by_number() -> None:
     assert Work(5, 40, 300) + Work(2, 10, 100) == Work(7, 50, 400)
     assert Work(5, 40, 300) - Work(2, 10, 100) == Work(3, 30, 200)
+
+
+def test_a_state_is_overtaken_where_the_server_has_a_later_contribution() -> None:
+    assert overtaken([3, 3, 3], [2, 3, 4]) == {2}
+
+
+def test_a_late_contribution_is_forgotten_by_a_server_that_has_only_earlier_ones() -> None:
+    assert [is_forgotten(5, last) for last in (4, 5, 6)] == [True, False, False]
