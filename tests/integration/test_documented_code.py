@@ -44,6 +44,7 @@ ELSEWHERE = {  # a part of a block → who runs it, or the like of it
     "stage = build_layers": "test_shapes.py",
     "shards = DatasetShards(rows)": "test_leased_data.py",
     "dcp.save": "test_shapes.py",
+    "part = (dp_mesh.get_local_rank()": "test_leased_data.py",
     '"allreduce", sync_every=500': "test_allreduce.py",
     'outerstep.GradientGossip("anna")': "test_node.py",
     "from outerstep.hierarchy import Cluster": "test_hierarchy.py",
