@@ -11,6 +11,8 @@ special about one whose steps are the rounds of others:
                                                              ▲  │
                                                              └──┴─ nobody answers: Rest, and read again
 
+    (What has closed meanwhile is taken before that last KeepRecord.)
+
     idle ─▶ rounds have closed: FollowBelow ─▶ TakeRounds ─▶ hand down ─▶ ReleaseMembers ─▶ idle
                                      ▲                          │
                                      └────── more have closed ──┘
@@ -101,6 +103,7 @@ class ClusterMachine:
         self._is_exchanging = False  # a contribution is ready, and what becomes of it is not known yet
         self._is_awaited = False  # members were told to wait for that exchange, or for the next one
         self._owes_release = False  # members may wait for an exchange that is over
+        self._owes_record = False  # that it has joined is in no record yet
 
     # --- what the leader is to do -----------------------------------------------------------------------------------
 
@@ -136,6 +139,9 @@ class ClusterMachine:
         elif self._rounds:
             self._todo += (FollowBelow(), TakeRounds(self._rounds))
             self._rounds = 0
+        elif self._owes_record:  # rounds that S has followed are steps of the worker by now: else a successor that has
+            self._todo.append(KeepRecord())  # something to settle would give them up
+            self._owes_record = False
         elif self._last_looks and not (self._is_empty or self.is_stopping):
             self._todo.append(Rest(LOOK_S))  # members bring what they have, and leave
             self._last_looks -= 1
@@ -166,7 +172,7 @@ class ClusterMachine:
 
     @property
     def is_idle(self) -> bool:
-        is_busy = self._todo or self._rounds or self._owes_release
+        is_busy = self._todo or self._rounds or self._owes_release or self._owes_record
         return self.has_joined and not (is_busy or self.failure or self.is_over)
 
     # --- what happens in the layer below: from any thread, in turn --------------------------------------------------
@@ -300,7 +306,7 @@ class ClusterMachine:
             self._todo.append(SettleAbove())
         else:
             self._todo += self._hand_down(moving)
-        self._todo.append(KeepRecord())
+        self._owes_record = True
 
     def exchanged(self, moving: Collection[int], *, deferred: int, told_to_end: bool = False) -> None:
         """`deferred`: how many exchanges have found nobody, in all. With a delay, it is told as soon as a contribution
