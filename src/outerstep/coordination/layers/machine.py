@@ -139,8 +139,10 @@ class ClusterMachine:
         elif self._rounds:
             self._todo += (FollowBelow(), TakeRounds(self._rounds))
             self._rounds = 0
-        elif self._owes_record:  # rounds that S has followed are steps of the worker by now: else a successor that has
-            self._todo.append(KeepRecord())  # something to settle would give them up
+        elif self._owes_record:
+            # Not before rounds that S has followed are steps of the worker: a successor that settled a contribution
+            # first would give them up.
+            self._todo.append(KeepRecord())
             self._owes_record = False
         elif self._last_looks and not (self._is_empty or self.is_stopping):
             self._todo.append(Rest(LOOK_S))  # members bring what they have, and leave
